@@ -1,10 +1,13 @@
 """Files: look-up, inheritance, and what is wrong with a file as a whole."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
 from torchround.config import ConfigError, load_config
+from torchround.config.validate import RawConfig, validate
 
 MINIMAL = """
 [model]
@@ -140,3 +143,14 @@ def test_a_file_that_is_not_toml_is_refused_with_its_name(tmp_path, content, exp
     path.write_bytes(content)
     message = refusal(path)
     assert message.startswith(f"{path}: {expected}") and "\n" not in message
+
+
+def test_keys_that_are_gone_are_dropped_from_a_saved_config_and_said_if_they_were_set(caplog):
+    fixtures = Path(__file__).parents[1] / "checkpoint"
+    for file in fixtures.glob("written_before_*/**/state.json"):
+        saved = json.loads(file.read_text())["config"]
+        validate(RawConfig(str(file), saved))
+        assert not caplog.records
+    saved["trace"]["memory"] = True
+    validate(RawConfig("state.json", saved))
+    assert caplog.messages == ["state.json: trace.memory is no longer a key; its value true is not used"]

@@ -54,6 +54,10 @@ def message(tmp_path):
         ("optimizer.lr=inf", "optimizer.lr: given inf; input should be a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas[1]: missing"),
         ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]: given 2; input should be less than 1"),
+        (
+            "data.sources=[{path='a', module='m', format='dataset'}]",
+            'legal: module, which reads files, or format = "dataset", not both',
+        ),
         ("optimizer.name=adam", 'optimizer.name: given "adam"; '),
         ("optimizer.state=small", "given \"small\"; input should be 'exact' or 'compact'"),
         ("optimizer.beta=0.9", "optimizer.beta: unknown key, given 0.9; legal in optimizer: name, lr, "),

@@ -41,6 +41,7 @@ class Calls(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
         self.norm = nn.BatchNorm1d(4)
         self.count, self.memory, self.inside = 0, [], SimpleNamespace(count=0)
+        self.box, self.named = [Opaque(0)], {"a": Opaque([])}
         self.function = function
 
     def forward(self, hidden):
@@ -72,6 +73,8 @@ OUTSIDE = nn.Parameter(torch.ones(4))
 REFUSED = {
     "attribute": (doing(lambda layer, _: setattr(layer, "count", layer.count + 1)), "changes count"),
     "list": (doing(lambda layer, hidden: layer.memory.append(hidden.detach())), "changes memory"),
+    "object's in a list": (doing(lambda layer, _: setattr(layer.box[0], "count", 1)), "changes box"),
+    "list's of an object in a dict": (doing(lambda layer, _: layer.named["a"].hidden.append(1)), "changes named"),
     "object's": (doing(lambda layer, _: setattr(layer.inside, "count", 1)), "changes inside"),
     "running statistics": (lambda layer, hidden: layer.norm(hidden), "changes norm.running_mean.*GroupNorm"),
     "buffer": (doing(lambda layer, _: layer.seen.add_(1)), "changes seen"),

@@ -113,6 +113,19 @@ def test_a_loss_is_a_callable_without_parameters():
         check_loss(linear())
 
 
+class WithoutRate(torch.optim.SGD):
+    """An optimizer whose rate has no parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.5)
+
+
+def test_an_optimizer_without_a_parameter_for_the_rate_keeps_its_own():
+    with Pipeline(nn.Sequential(nn.Linear(2, 2)), optimizer=WithoutRate) as pipeline:
+        pipeline.forward_backward(torch.ones(1, 2), None, sum_of)
+        assert {group["lr"] for group in pipeline.optimizer.param_groups} == {0.5}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -123,7 +136,8 @@ def test_a_loss_is_a_callable_without_parameters():
         ({"devices": "cuda"}, "devices = 'cuda'"),
         ({"devices": ["cuda:0", "cuda:1"]}, "CUDA_VISIBLE_DEVICES"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "give the class"),
-        ({"optimizer": torch.optim.SGD, "betas": (0.9, 0.9)}, "SGD has no betas"),
+        ({"optimizer": torch.optim.SGD, "betas": (0.9, 0.9)}, "SGD has no betas; give a callable of named"),
+        ({"optimizer": WithoutRate, "lr": 1e-2}, "WithoutRate has no lr"),
         ({"optimizer": "adam"}, "'adamw'"),
         ({"state": "tiny"}, "state = 'tiny'"),
         ({"optimizer": torch.optim.SGD, "state": "compact"}, "own optimizers"),

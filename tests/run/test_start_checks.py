@@ -59,6 +59,7 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_ru
         (["interval_steps=10"], 3),
         (["interval_steps=10", "keep_latest_k=0"], 10),
         (["interval_steps=60", "keep_latest_k=5"], 2),
+        (["interval_steps=10", "keep_every_n_steps=15"], 6),
     ],
 )
 def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(small_runs, keys, expected):

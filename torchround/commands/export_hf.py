@@ -5,7 +5,8 @@ It holds the config, safetensors with an index, the tokenizer's files, the setti
     torchround export_hf outputs/my-run/checkpoints/step-1000 my-model --config outputs/my-run/config.toml
 
 A run that took files from a folder (`model.hf_path`, `tokenizer.path`, `tokenizer.chat_template`) needs `--config`, its own
-config, or options that name them: a checkpoint may be another person's, and could name any file of yours.
+config, or options that name them: a checkpoint may be another person's, and could name any file of yours. A `model.module`
+needs `--config` too, because importing it runs it.
 
 Adapters (`[lora]`) are merged into the weights; `--adapters` writes them alone, as a folder that PEFT loads.
 
@@ -65,7 +66,7 @@ class Export:
     """One export: what to write, and the folder to write.
 
     `base` is the folder that the run started from, `tokenizer` that of its tokenizer, and `template` a file. They are the
-    user's own: an export publishes what they lead to, so it follows no path that a checkpoint names. `dtype` is a name in
+    user's own: an export publishes what they lead to, so it follows no path that a checkpoint names, and imports no other `module` than theirs. `dtype` is a name in
     `DTYPES`; None keeps the type that each tensor has in the base.
     """
 
@@ -75,6 +76,7 @@ class Export:
     adapters: bool = False
     tokenizer: Path | None = None
     template: Path | None = None
+    module: str | None = None
     dtype: str | None = None
     max_shard_gb: float = SHARD_BYTES / 1e9
 
@@ -108,7 +110,8 @@ def own_paths(config: Config) -> dict[str, Any]:
         "tokenizer": config.tokenizer.path,
         "template": config.tokenizer.chat_template,
     }
-    return {name: None if path is None else Path(path).expanduser() for name, path in keys.items()}
+    paths = {name: None if path is None else Path(path).expanduser() for name, path in keys.items()}
+    return {**paths, "module": config.model.module}
 
 
 def export(request: Export) -> str:
@@ -159,6 +162,11 @@ def run_with_own_paths(request: Export, saved: Any) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise HFError(f"{source} holds no configuration of a run")
     run = validate(RawConfig(source, saved)).model_dump(mode="json")
+    if (module := run["model"]["module"]) not in (None, request.module):
+        raise HFError(
+            f"{source} names model.module = {show(module)}, and importing it would run it: give --config with the config of the "
+            "run, if it is yours"
+        )
     folder_has_template = request.template is None and request.tokenizer is not None
     for table, key, given, option in (
         ("model", "hf_path", request.base, "--base"),

@@ -49,6 +49,7 @@ from torchround.engine.errors import EngineError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.group import LaunchError, MachineError
+from torchround.observe import users_writer
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import gain_text, gains, host_memory, report_plan
 from torchround.planning.run_question import PlannedMachines, RunQuestion
@@ -144,6 +145,8 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     config = options.config
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
+    if config.metrics.module is not None and machines.is_first:
+        users_writer(config.metrics.module)
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)

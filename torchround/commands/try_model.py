@@ -44,6 +44,7 @@ from torchround.commands.configured_model import (
 )
 from torchround.commands.generation_files import stop_tokens
 from torchround.config import ConfigError, Options, SourceTable, parse_command_line, show
+from torchround.config.errors import COMMAND_LINE
 from torchround.config.load import apply_override, parse_overrides
 from torchround.config.validate import RawConfig, validate
 from torchround.data import DataError, Tokenizer
@@ -252,6 +253,9 @@ def model_of_run(folder: Path, step: int | None, overrides: Sequence[str]) -> Tr
     if not file.is_file():
         raise ConfigError([f"--run: there is no {file}; legal: the folder of a run, such as outputs/NAME"])
     options = parse_command_line(["--config", str(file), *overrides])
+    if (module := options.config.model.module) and options.raw.source_of("model.module") != COMMAND_LINE:
+        text = "importing it would run it, and the folder may be another's; if it is yours, give --model.module too"
+        raise options.error("model.module", f"given {show(module)}; {text}")
     checkpoints = Checkpointer(folder / "checkpoints")
     there = checkpoints.checkpoints()
     if not there:

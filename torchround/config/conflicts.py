@@ -16,7 +16,7 @@ CLEARS = '"none" clears a key that a base file set'
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Find what keeps tables, each legal by itself, from being used together."""
-    for check in (_model, _training, _rounds, _bounded, _delay_correction, _validation, _lora):
+    for check in (_model, _sources, _training, _rounds, _bounded, _delay_correction, _validation, _lora):
         yield from check(config)
 
 
@@ -32,6 +32,12 @@ def _model(config: Config) -> Iterator[Conflict]:
         yield "tokenizer.path tokenizer.name", f"one of them ({CLEARS})"
     if tokenizer.path is None and tokenizer.name is None and model.hf_path is None:
         yield "tokenizer.path tokenizer.name model.hf_path", 'path, or name = "bytes", or model.hf_path'
+
+
+def _sources(config: Config) -> Iterator[Conflict]:
+    for table, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
+        if any(source.module is not None and source.format == "dataset" for source in sources or ()):
+            yield f"{table}.sources", 'module, which reads files, or format = "dataset", not both'
 
 
 def _training(config: Config) -> Iterator[Conflict]:

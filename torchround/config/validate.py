@@ -1,5 +1,6 @@
 """Turns raw tables into a `Config`, or into one `ConfigError` that lists every mistake in them."""
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,11 +18,21 @@ from torchround.config.optimizer_tables import optimizer_tables, table_for
 from torchround.config.tables import ShapeTable
 from torchround.config.usual_names import nearest_value, other_way, usual_key
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_STEPS = 1000
 """`training.steps` of a run with neither steps nor `data.epochs`."""
 
 MOST_MISTAKES = 20
 """Mistakes that one message lists."""
+
+GONE_KEYS = {
+    "data.on_changed_files": "stop",
+    "engine.share_links": "auto",
+    "machines.compress": "none",
+    "trace.memory": False,
+}
+"""Keys of earlier releases, and their defaults. The config that each run saved gives them all."""
 
 INNER_TABLES: dict[str, type[Table]] = {
     "model.shape": ShapeTable,
@@ -57,7 +68,7 @@ class RawConfig:
 def validate(raw: RawConfig) -> Config:
     """Check types, ranges and unknown keys, then what the tables demand of each other. Raises `ConfigError`."""
     # A table that is not given is an empty one, so that messages name its missing keys and not the table.
-    given: dict[str, Any] = {**{name: {} for name in Config.model_fields}, **raw.tables}
+    given: dict[str, Any] = {**{name: {} for name in Config.model_fields}, **_without_gone_keys(raw)}
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
@@ -69,6 +80,20 @@ def validate(raw: RawConfig) -> Config:
     if conflicts:
         raise ConfigError(conflicts)
     return config
+
+
+def _without_gone_keys(raw: RawConfig) -> dict[str, Any]:
+    """Return the tables as this release knows them. What a command line gives stays, and is refused."""
+    tables = dict(raw.tables)
+    for name, default in GONE_KEYS.items():
+        table, _, key = name.partition(".")
+        if not isinstance(tables.get(table), dict) or raw.source_of(name) == COMMAND_LINE:
+            continue
+        tables[table] = dict(tables[table])
+        if (value := tables[table].pop(key, default)) != default:
+            text = "%s: %s is no longer a key; its value %s is not used"
+            logger.warning(text, raw.source_of(name), name, show(value))
+    return tables
 
 
 def _conflict(raw: RawConfig, config: Config, keys: list[str], legal: str) -> str:

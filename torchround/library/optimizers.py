@@ -14,6 +14,7 @@ from torchround.library.module_layer import WrappedNet
 from torchround.library.refusals import PipelineUsageError
 from torchround.optim import HostOptimizer
 
+DEFAULT_LR = 1e-2
 # As in `torch.optim`.
 OUR_DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -47,8 +48,10 @@ def choose_optimizer(
     is_class = inspect.isclass(asked)
     known = inspect.signature(asked).parameters if is_class else {}
     if is_class and (unknown := [name for name in given if given[name] and name not in known]):
-        raise PipelineUsageError(f"{asked.__name__} has no {', '.join(unknown)}; leave it out")
-    settings = {name: value for name, value in given.items() if name in known}
+        raise PipelineUsageError(
+            f"{asked.__name__} has no {', '.join(unknown)}; give a callable of named parameters"
+        )
+    settings = {name: value for name, value in {"lr": DEFAULT_LR, **given}.items() if name in known}
 
     def make(named: NamedParameters) -> torch.optim.Optimizer:
         if not is_class:

@@ -40,7 +40,7 @@ from torchround.library.model_state import (
     weights_of,
 )
 from torchround.library.module_layer import store_dtype, wrap
-from torchround.library.optimizers import choose_optimizer
+from torchround.library.optimizers import DEFAULT_LR, choose_optimizer
 from torchround.library.probe import cut_model, probe
 from torchround.library.refusals import PipelineUsageError, check_loss, check_net, check_number
 from torchround.library.sample_batch import LossFn, SampleBatch, cut, joined
@@ -85,8 +85,8 @@ class Pipeline:
     - `devices`: how many, accelerators if PyTorch sees any and otherwise virtual devices on the CPU; or a list of `Device`.
     - `optimizer`: `"adamw"`, `"muon"`, a class of `torch.optim`, or a callable that gets the named parameters and returns
       an optimizer. A class or a callable runs on the host, after the last gradient, and is slower.
-    - `lr`, `weight_decay`: as in `torch.optim`, but without weight decay if none is asked for, also for a class that has
-      one by default. It is for all parameters but `no_decay`.
+    - `lr` (1e-2 if not given, where the optimizer has one), `weight_decay`: as in `torch.optim`, but without weight decay if
+      none is asked for, also for a class that has one by default. It is for all parameters but `no_decay`.
     - `betas`, `eps`: of AdamW, also of its part in `"muon"`, (0.9, 0.999) and 1e-8 if not given; a class of `torch.optim`
       has its own defaults.
     - `state`: `"compact"` keeps the state of `"adamw"` and `"muon"` in 8 bits.
@@ -105,7 +105,7 @@ class Pipeline:
         net: nn.Sequential,
         devices: int | Sequence[Device] = 2,
         optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
-        lr: float = 1e-2,
+        lr: float | None = None,
         weight_decay: float = 0.0,
         max_norm: float = 0.0,
         *,
@@ -123,12 +123,12 @@ class Pipeline:
         check_net(net)
         if update not in ("sync", "async"):
             raise PipelineUsageError(f'update = {update!r}; legal: "sync", "async"')
-        for name, value in {"lr": lr, "weight_decay": weight_decay, "max_norm": max_norm}.items():
+        self.lr = DEFAULT_LR if lr is None else lr
+        for name, value in {"lr": self.lr, "weight_decay": weight_decay, "max_norm": max_norm}.items():
             check_number(name, value)
         parameters = dict(net.named_parameters(remove_duplicate=False))
         if unknown := sorted(set(no_decay) - parameters.keys()):
             raise PipelineUsageError(f"no_decay names {', '.join(unknown)}, which the net does not have")
-        self.lr = lr
         self._update, self._seed, self._max_norm = update, seed, max_norm
         self._given = self._partition = partition
         self._keep = tuple(keep)

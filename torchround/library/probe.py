@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from torchround.run.numbers import layer_numels, parameter_counts
 
 # Gradients add up on devices in float32.
 ACCUMULATE_BYTES = 4
+# Containers and objects inside each other are followed this deep, for what a layer remembers.
+FOLLOWED = 4
 
 
 def probe(
@@ -218,8 +221,22 @@ def _state(module: nn.Module) -> dict[str, Any]:
             elif isinstance(value, nn.Module):
                 state[key] = id(value)
             elif name not in ("_parameters", "_buffers", "_modules"):
-                state[key] = f"{value!r} {getattr(value, '__dict__', '')!r}"
+                state[key] = _token(value, FOLLOWED)
     return state
+
+
+def _token(value: Any, depth: int) -> str:
+    """Return a text that differs once the value has changed, also in containers and objects inside it."""
+    if isinstance(value, Tensor):
+        return f"{id(value)} {value._version} {value!r}"
+    inside: Any = ()
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    elif not isinstance(value, (nn.Module, type, ModuleType)):
+        inside = [*(held := getattr(value, "__dict__", {})), *held.values()]
+    return f"{value!r} {[_token(each, depth - 1) for each in inside] if depth else ''}"
 
 
 class _Watch(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Everything that a run reports: a file, the console, Weights & Biases. A report that fails never fails a step."""
 
-from torchround.observe.logger import MetricsLogger, open_metrics
+from torchround.observe.logger import MetricsLogger, open_metrics, users_writer
 from torchround.observe.metrics_file import MetricsFile
 from torchround.observe.record import StepRecord, host_gib, host_peak_gib
 
@@ -11,4 +11,5 @@ __all__ = [
     "host_gib",
     "host_peak_gib",
     "open_metrics",
+    "users_writer",
 ]

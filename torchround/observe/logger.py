@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchround.config import users_module
+from torchround.config import ConfigError, users_module
 from torchround.observe.console import ConsoleReport
 from torchround.observe.metrics_file import METRICS_FILE, MetricsFile
 from torchround.observe.record import StepRecord
@@ -72,6 +72,16 @@ class MetricsLogger:
                 logger.warning(text, name, type(error).__name__, error)
 
 
+def users_writer(module: str) -> Callable[..., MetricsWriter]:
+    """Return what makes a writer in the user's module. Raises `ConfigError` if nothing does."""
+    try:
+        make_writer: Callable[..., MetricsWriter] = users_module(module).make_writer
+    except (ImportError, AttributeError) as error:
+        found = f"{module} gives no make_writer ({type(error).__name__}: {error})"
+        raise ConfigError([f"metrics.module: {found}"]) from error
+    return make_writer
+
+
 def open_metrics(
     table: "MetricsTable",
     folder: Path,
@@ -98,5 +108,5 @@ def open_metrics(
         )
     module = table.module
     if module is not None:
-        writers[module] = lambda: users_module(module).make_writer(folder, config)
+        writers[module] = lambda: users_writer(module)(folder, config)
     return MetricsLogger(writers, wandb_run_id)

@@ -117,6 +117,8 @@ class RunParts:
         step = newest if best is None else best
         of_loss = "" if best is None else f", the best one: validation loss {losses[best]:.4f}"
         option = " --chat" * is_chat + ("" if step == newest else f" --step {step}")
+        if module := self.config.model.module:
+            option += f" --model.module {shlex.quote(module)}"
         run, checkpoint = shlex.quote(str(folder.path)), folder.checkpoints / checkpoint_name(step)
         # In an environment that is not activated the command is beside its Python.
         command = "torchround" if shutil.which("torchround") else Path(sys.executable).with_name("torchround")

@@ -12,6 +12,7 @@ files that describe the run.
 import errno
 import fcntl
 import logging
+import math
 import os
 import secrets
 import socket
@@ -193,7 +194,7 @@ def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
 class DiskNeed:
     """The disk of a run's checkpoints: what one takes, how many are there at once, and what is free.
 
-    `num_at_once` leaves out those that are kept for ever. `num_present` complete checkpoints are there already.
+    `num_at_once` counts those that are kept for ever too. `num_present` complete checkpoints are there already.
     `free_bytes` includes what the next save clears away first; it is None if the file system does not say.
     """
 
@@ -242,6 +243,8 @@ def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskN
     if config.validation.keep_best:
         num_saves += (config.training.steps or 0) // config.validation.interval_steps
     kept = table.keep_latest_k + 1 + config.validation.keep_best if table.keep_latest_k else num_saves
+    if table.keep_latest_k and table.interval_steps and table.keep_every_n_steps:
+        kept += (config.training.steps or 0) // math.lcm(table.interval_steps, table.keep_every_n_steps)
     return DiskNeed(
         folder=folder.path,
         checkpoint_bytes=-(-checkpoint_bytes(question) // (folder.team.size if checkpointer.is_part else 1)),
