@@ -88,7 +88,7 @@ def _users_part(module: str, path: Path) -> StreamPart:
         ) from error
     file_bytes = size_bytes(path)
     documents = partial(_documents, path, partial(read, path), "record", 0, file_bytes)
-    return StreamPart(documents, lambda: sum(1 for _ in read(path)), file_bytes)
+    return StreamPart(documents, lambda: sum(1 for _ in documents(0)), file_bytes)
 
 
 def _file_parts(path: Path, kind: str, records: RecordReader) -> list[StreamPart]:
