@@ -54,6 +54,7 @@ def test_no_tokenizer_at_all_says_which_keys_give_one():
         build_tokenizer(TokenizerTable())
 
 
+BYTE_LEVEL = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
 NIGHTLY = pytest.mark.nightly
 
 
@@ -165,10 +166,22 @@ def test_documents_are_framed_with_the_vocabularys_own_tokens_for_documents(pair
         (lambda file: file["model"].update(dropout=0.1), "dropout 0.1; supported: none"),
         (lambda file: file.update(normalizer={"type": "Lowercase"}), r"has normalizers \['Lowercase'\]"),
         (lambda file: [file["added_tokens"].pop(0) for _ in range(3)], "no token ends a document: none of .*, and no"),
-        (lambda file: file.update(pre_tokenizer={"type": "Whitespace"}), "its pre_tokenizer ends in .*Whitespace"),
+        (lambda file: file.update(pre_tokenizer={"type": "Whitespace"}), "its pre_tokenizer has .*Whitespace"),
         (
             lambda file: file["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
-            "without a prefix space",
+            "without a step that puts a space",
+        ),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"].insert(0, BYTE_LEVEL | {"add_prefix_space": True}),
+            "without a step that puts a space",
+        ),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Metaspace", "replacement": "_"}),
+            "its pre_tokenizer has .*Metaspace",
+        ),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+            "its pre_tokenizer has .*Removed",
         ),
     ],
 )

@@ -236,17 +236,23 @@ def _check_byte_level(content: dict[str, Any]) -> None:
     """
     model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
     normalizer = content.get("normalizer") or {}
-    last = (pre_tokenizer.get("pretokenizers") or [pre_tokenizer])[-1]
+    steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    wrong = [step for step in steps if _changes_text(step)] or steps[-1:]
     kinds = [step["type"] for step in normalizer.get("normalizers", [normalizer] if normalizer else [])]
-    if model.get("type", "BPE") != "BPE" or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+    if model.get("type", "BPE") != "BPE" or wrong[0].get("type") != "ByteLevel" or _changes_text(wrong[0]):
         raise TokenizerError(
-            f"its model is {model.get('type')!r} and its pre_tokenizer ends in {last or None}; {SUPPORTED}, without a "
-            "prefix space"
+            f"its model is {model.get('type')!r} and its pre_tokenizer has {wrong[0] or None}; {SUPPORTED}, without a "
+            "step that puts a space before a text or removes a part of it"
         )
     if kinds not in ([], ["NFC"]) or model.get("dropout"):
         raise TokenizerError(
             f"it has normalizers {kinds}, dropout {model.get('dropout')}; supported: none, or NFC"
         )
+
+
+def _changes_text(step: dict[str, Any]) -> bool:
+    removes = step.get("behavior") == "Removed" and not step.get("invert")
+    return removes or step.get("type") == "Metaspace" or bool(step.get("add_prefix_space"))
 
 
 def _token_name(value: Any) -> str:
