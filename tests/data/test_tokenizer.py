@@ -203,3 +203,17 @@ def test_limits_that_a_file_sets_for_other_programs_do_not_hold_here(tmp_path, p
     ours = build_tokenizer(TokenizerTable(path=str(tmp_path)))
     assert ours.encode(text) == pairs["qwen3"][0].encode(text)
     assert ours.special["<|im_end|>"] not in ours.encode(text) and len(ours.encode(text)) > 3
+
+
+def test_a_vocabulary_without_tokens_for_some_bytes_is_warned_of(tmp_path, caplog):
+    """The package leaves such bytes out of a text without a word."""
+    write(tmp_path, "gpt2")
+    build_tokenizer(TokenizerTable(path=str(tmp_path)))
+    assert not caplog.messages
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = file["model"]["vocab"]
+    vocabulary["unused"] = vocabulary.pop("ó")  # the letter of byte 0xF3
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    build_tokenizer(TokenizerTable(path=str(tmp_path)))
+    [message] = caplog.messages
+    assert "1 of the bytes of UTF-8 have no token" in message and str(tmp_path) in message

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from torchround.config import MODEL_FOLDER, TokenizerTable, show
 from torchround.data.document_types import (
@@ -36,6 +37,11 @@ FILES = ("tokenizer.json",)
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>")
 SEAM_CONTEXT = 128
 """Characters on each side of a place that may be a seam. Longer than any word that a pattern splits by what it begins with."""
+
+EVERY_BYTE = "".join(
+    map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)])
+)
+"""Characters whose UTF-8 has each byte that UTF-8 may have."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"{path}: {error}") from error
     except Exception as error:  # the package raises plain `Exception`
         raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
+    ((letters, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(EVERY_BYTE)
+    if missing := set(letters) - vocabulary.keys():
+        logger.warning("%s: %d of the bytes of UTF-8 have no token, and texts lose them", path, len(missing))
     # The file may limit or pad texts, for other programs. Names of special tokens in a text must stay text.
     bpe.no_truncation()
     bpe.no_padding()
