@@ -217,3 +217,10 @@ def test_a_vocabulary_without_tokens_for_some_bytes_is_warned_of(tmp_path, caplo
     build_tokenizer(TokenizerTable(path=str(tmp_path)))
     [message] = caplog.messages
     assert "1 of the bytes of UTF-8 have no token" in message and str(tmp_path) in message
+
+
+def test_a_file_without_a_decoder_decodes_bytes(tmp_path, pairs):
+    content = json.loads(pairs["qwen3"][1].to_str()) | {"decoder": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours = build_tokenizer(TokenizerTable(path=str(tmp_path)))
+    assert ours.decode(ours.encode("hello wörld")) == "hello wörld"

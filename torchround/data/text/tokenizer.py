@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 from torchround.config import MODEL_FOLDER, TokenizerTable, show
 from torchround.data.document_types import (
@@ -203,6 +203,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     ((letters, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(EVERY_BYTE)
     if missing := set(letters) - vocabulary.keys():
         logger.warning("%s: %d of the bytes of UTF-8 have no token, and texts lose them", path, len(missing))
+    bpe.decoder = bpe.decoder or decoders.ByteLevel()
     # The file may limit or pad texts, for other programs. Names of special tokens in a text must stay text.
     bpe.no_truncation()
     bpe.no_padding()
