@@ -143,7 +143,10 @@ def _refuse_lost(where: Path | str, file_bytes: int | None, error: Exception) ->
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     lost = [link for link in chain if isinstance(link, OSError) and not isinstance(link, gzip.BadGzipFile)]
-    if lost or not any(isinstance(link, FAULTS_OF_RECORDS) for link in chain):
+    is_fault = any(
+        isinstance(link, FAULTS_OF_RECORDS) or type(link).__module__.startswith("zstandard") for link in chain
+    )
+    if lost or not is_fault:
         raise DataFileError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
 
 
