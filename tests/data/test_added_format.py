@@ -36,8 +36,14 @@ def test_an_exception_of_the_module_is_a_bad_record_with_its_file_and_number(sou
     (tmp_path / "1.txt").write_text("good\n\nbroken\n\nunread")
     with pytest.raises(DataError, match=r"1.txt, record 2: cannot be read from here on: ValueError: no such paragraph"):
         texts_of(source())
+    assert source().count() == 10  # the error stands for the rest of its file
 
 
 def test_a_module_without_the_function_is_one_message(source):
     with pytest.raises(DataError, match=r"source module json: it gives no read\(path\)"):
         source(module="json")
+
+
+def test_another_module_is_another_source_to_a_saved_position(source, tmp_path):
+    (tmp_path / "others.py").write_text(MODULE)
+    assert source().fingerprint() != source(module="others").fingerprint()

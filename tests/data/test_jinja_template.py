@@ -179,3 +179,14 @@ def test_the_process_outlives_signals_to_the_job_holds_no_other_file_and_ends_wi
     assert (text, files, ended.returncode) == ("x", ["0", "1", "2"], -signal.SIGKILL)
     while is_running(child):
         time.sleep(0.01)
+
+
+def test_a_forked_process_leaves_the_template_of_its_parent_alone(monkeypatch):
+    template = TemplateProcess("{{ messages }}", "x")
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        template._end()
+    try:
+        assert is_running(template._process.pid)
+    finally:
+        turns._end(template._process, os.getpid())

@@ -7,6 +7,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from tests.support.record_files import (
 )
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.formats.streams import _lines, open_source
+from torchround.data.formats.streams import _lines, _shard_rows, open_source
 from torchround.data.shuffling import EpochKey
 
 pytestmark = pytest.mark.usefixtures("small_blocks")  # so small that 40 records have several
@@ -181,3 +182,12 @@ def test_a_line_of_an_archive_beyond_the_limit_is_named(tmp_path):
     source = open_source(write_gzip(tmp_path, [{"text": "a"}, {"text": "b" * 2**20}]))
     with reading_limits(MOST_LINE_BYTES=2**18), pytest.raises(DataError, match="line 2: .*longer than"):
         texts_of(source)
+
+
+def test_damaged_zstd_of_a_streamed_dataset_is_a_fault_of_its_record():
+    class Shard:
+        def __iter__(self):
+            raise zstandard.ZstdError("Unknown frame descriptor")
+
+    [document] = _shard_rows("data, shard 0", Shard(), 0)
+    assert "data, shard 0, row 1: cannot be read from here on: ZstdError" in str(document.record)

@@ -54,6 +54,7 @@ def test_no_tokenizer_at_all_says_which_keys_give_one():
         build_tokenizer(TokenizerTable())
 
 
+BYTE_LEVEL = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
 NIGHTLY = pytest.mark.nightly
 
 
@@ -165,10 +166,26 @@ def test_documents_are_framed_with_the_vocabularys_own_tokens_for_documents(pair
         (lambda file: file["model"].update(dropout=0.1), "dropout 0.1; supported: none"),
         (lambda file: file.update(normalizer={"type": "Lowercase"}), r"has normalizers \['Lowercase'\]"),
         (lambda file: [file["added_tokens"].pop(0) for _ in range(3)], "no token ends a document: none of .*, and no"),
-        (lambda file: file.update(pre_tokenizer={"type": "Whitespace"}), "its pre_tokenizer ends in .*Whitespace"),
+        (lambda file: file.update(pre_tokenizer={"type": "Whitespace"}), "its pre_tokenizer has .*Whitespace"),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "WhitespaceSplit"}),
+            "its pre_tokenizer has .*WhitespaceSplit",
+        ),
         (
             lambda file: file["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
-            "without a prefix space",
+            "without a step that puts a space",
+        ),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"].insert(0, BYTE_LEVEL | {"add_prefix_space": True}),
+            "without a step that puts a space",
+        ),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Metaspace", "replacement": "_"}),
+            "its pre_tokenizer has .*Metaspace",
+        ),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+            "its pre_tokenizer has .*Removed",
         ),
     ],
 )
@@ -190,3 +207,24 @@ def test_limits_that_a_file_sets_for_other_programs_do_not_hold_here(tmp_path, p
     ours = build_tokenizer(TokenizerTable(path=str(tmp_path)))
     assert ours.encode(text) == pairs["qwen3"][0].encode(text)
     assert ours.special["<|im_end|>"] not in ours.encode(text) and len(ours.encode(text)) > 3
+
+
+def test_a_vocabulary_without_tokens_for_some_bytes_is_warned_of(tmp_path, caplog):
+    """The package leaves such bytes out of a text without a word."""
+    write(tmp_path, "gpt2")
+    build_tokenizer(TokenizerTable(path=str(tmp_path)))
+    assert not caplog.messages
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = file["model"]["vocab"]
+    vocabulary["unused"] = vocabulary.pop("ó")  # the letter of byte 0xF3
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    build_tokenizer(TokenizerTable(path=str(tmp_path)))
+    [message] = caplog.messages
+    assert "1 of the bytes of UTF-8 have no token" in message and str(tmp_path) in message
+
+
+def test_a_file_without_a_decoder_decodes_bytes(tmp_path, pairs):
+    content = json.loads(pairs["qwen3"][1].to_str()) | {"decoder": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours = build_tokenizer(TokenizerTable(path=str(tmp_path)))
+    assert ours.decode(ours.encode("hello wörld")) == "hello wörld"

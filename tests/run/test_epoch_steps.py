@@ -74,6 +74,19 @@ def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs, overrid
     loader.close()
 
 
+@pytest.mark.parametrize("window", [4, 5, 6, 7, 8])
+def test_a_complete_run_of_windows_goes_on_with_more_epochs(small_runs, window):
+    def loader(epochs):
+        config = load_config("small.toml", [f"--data.epochs={epochs}", f"--data.shuffle_sequences={window}"])
+        tokenizer = build_tokenizer(config.tokenizer, None)
+        return build_loader(config.data, tokenizer, 16, 1, config.run.seed)
+
+    first, second = loader(1), loader(3)
+    assert len(list(first)) > window
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) > window
+
+
 def test_a_run_of_several_streams_trains_through_the_padding_at_their_ends_and_resumes(small_runs):
     """One stream in four gets a long document: in the last steps, the others are padding without labels."""
     texts = ["a b c " * (60 if number == 6 else 5) for number in range(16)]
@@ -116,4 +129,4 @@ def test_data_that_cannot_be_counted_is_refused(small_runs, capsys, caplog):
     assert "data.sources" in message and "text.jsonl, line 5" in message
     assert not small_runs.path("run").exists()
     assert small_runs("run", *TWO_EPOCHS, "--data.on_bad_record=skip") == 0
-    assert small_runs.saved("run") == [steps] and "text.jsonl, line 5" in caplog.text
+    assert small_runs.saved("run") == [steps] and caplog.text.count("text.jsonl, line 5") == 2, "once an epoch"

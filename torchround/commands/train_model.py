@@ -43,7 +43,7 @@ from torchround.commands.plan_run import (
 )
 from torchround.commands.try_model import prompts_of
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
-from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader
+from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader, reading_order
 from torchround.data.loader import Loader, reads_conversations
 from torchround.engine.errors import EngineError, PipelineError
 from torchround.hf import HFError
@@ -219,11 +219,14 @@ def count_steps(config: Config, loader: Loader, folder: RunFolder) -> int:
         # Resuming refuses this position and says why: the run must not look complete before it does.
         return done + 1
     counted = Progress("counting steps (training.steps = N saves this)")
+    level = reading_order.logger.level
+    reading_order.logger.setLevel(logging.ERROR)  # the run warns of the same bad records
     try:
         for _ in loader:
             counted.advance()
     finally:
         loader.load_state_dict(beginning)
+        reading_order.logger.setLevel(level)
     return max(done + counted.done, 1)
 
 

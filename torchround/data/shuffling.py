@@ -189,6 +189,10 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
 
     def next(self) -> PackedSequence | DataError:
         window = self._filled()
+        while not window.waiting and not window.is_last and window.error is None:
+            # The data ended here when the position was saved, and have more epochs now.
+            self._begin(self._window(window.number + 1, window.state_after), 0)
+            window = self._filled()
         error = window.error
         if self._following is not None and isinstance(self._following.error, DataFileError):
             error = self._following.error  # a file that is lost stops the run now, and not a window later

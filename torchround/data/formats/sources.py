@@ -65,7 +65,8 @@ class Source(ABC):
         """Describe everything that must be unchanged for a saved position to mean the same documents."""
         table = self._records.table
         special = " with special tokens" if table.special_tokens else ""
-        return f"{self.layout()} as {table.content} {table.field or ''}".rstrip() + special
+        module = f" by {table.module}" if table.module else ""
+        return f"{self.layout()} as {table.content} {table.field or ''}".rstrip() + special + module
 
     def read(self, document: Document, offset: int) -> tuple[Content, int | None]:
         """Read the piece of a document at `offset`; return it and the next offset, or None after the last piece.

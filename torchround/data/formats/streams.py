@@ -88,7 +88,7 @@ def _users_part(module: str, path: Path) -> StreamPart:
         ) from error
     file_bytes = size_bytes(path)
     documents = partial(_documents, path, partial(read, path), "record", 0, file_bytes)
-    return StreamPart(documents, lambda: sum(1 for _ in read(path)), file_bytes)
+    return StreamPart(documents, lambda: sum(1 for _ in documents(0)), file_bytes)
 
 
 def _file_parts(path: Path, kind: str, records: RecordReader) -> list[StreamPart]:
@@ -143,7 +143,10 @@ def _refuse_lost(where: Path | str, file_bytes: int | None, error: Exception) ->
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     lost = [link for link in chain if isinstance(link, OSError) and not isinstance(link, gzip.BadGzipFile)]
-    if lost or not any(isinstance(link, FAULTS_OF_RECORDS) for link in chain):
+    is_fault = any(
+        isinstance(link, FAULTS_OF_RECORDS) or type(link).__module__.startswith("zstandard") for link in chain
+    )
+    if lost or not is_fault:
         raise DataFileError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
 
 

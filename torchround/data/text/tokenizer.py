@@ -36,8 +36,15 @@ logger = logging.getLogger(__name__)
 SUPPORTED = 'supported: name = "bytes", or a byte-level BPE tokenizer.json'
 FILES = ("tokenizer.json",)
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>")
+KEEPING_STEPS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
+"""Pre-tokenizers that cut a text and can keep all of it, unlike `Whitespace` or `Metaspace`."""
 SEAM_CONTEXT = 128
 """Characters on each side of a place that may be a seam. Longer than any word that a pattern splits by what it begins with."""
+
+EVERY_BYTE = "".join(
+    map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)])
+)
+"""Characters whose UTF-8 has each byte that UTF-8 may have."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +205,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"{path}: {error}") from error
     except Exception as error:  # the package raises plain `Exception`
         raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
+    ((letters, _),) = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(EVERY_BYTE)
+    if missing := set(letters) - vocabulary.keys():
+        logger.warning("%s: %d of the bytes of UTF-8 have no token, and texts lose them", path, len(missing))
+    bpe.decoder = bpe.decoder or tokenizers.decoders.ByteLevel()
     # The file may limit or pad texts, for other programs. Names of special tokens in a text must stay text.
     bpe.no_truncation()
     bpe.no_padding()
@@ -240,17 +251,25 @@ def _check_byte_level(content: dict[str, Any]) -> None:
     """
     model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
     normalizer = content.get("normalizer") or {}
-    last = (pre_tokenizer.get("pretokenizers") or [pre_tokenizer])[-1]
+    steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    wrong = [step for step in steps if _changes_text(step)]
+    if steps[-1].get("type") != "ByteLevel":
+        wrong.append(steps[-1])
     kinds = [step["type"] for step in normalizer.get("normalizers", [normalizer] if normalizer else [])]
-    if model.get("type", "BPE") != "BPE" or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+    if model.get("type", "BPE") != "BPE" or wrong:
         raise TokenizerError(
-            f"its model is {model.get('type')!r} and its pre_tokenizer ends in {last or None}; {SUPPORTED}, without a "
-            "prefix space"
+            f"its model is {model.get('type')!r} and its pre_tokenizer has {[*wrong, *steps][0] or None}; {SUPPORTED}, without a "
+            "step that puts a space before a text or removes a part of it"
         )
     if kinds not in ([], ["NFC"]) or model.get("dropout"):
         raise TokenizerError(
             f"it has normalizers {kinds}, dropout {model.get('dropout')}; supported: none, or NFC"
         )
+
+
+def _changes_text(step: dict[str, Any]) -> bool:
+    removes = step.get("behavior") == "Removed" and not step.get("invert")
+    return removes or step.get("type") not in KEEPING_STEPS or bool(step.get("add_prefix_space"))
 
 
 def _token_name(value: Any) -> str:

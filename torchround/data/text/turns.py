@@ -6,6 +6,7 @@ added tokens that are not special if the template's headers or ends need them.
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -280,7 +281,7 @@ class TemplateProcess:
             raise DataError(f"no process can be started for {self._where}: {error}") from error
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         self._process, self._requests, self._replies = process, process.stdin, process.stdout
-        self._end = weakref.finalize(self, _end, process)
+        self._end = weakref.finalize(self, _end, process, os.getpid())
         self._exchange(json.dumps(self._source).encode())
 
     def _exchange(self, data: bytes) -> str:
@@ -313,7 +314,9 @@ def process_command() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", START, template_process.__file__, *limits, *sys.path]
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked process ends with copies of the objects of its parent
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
