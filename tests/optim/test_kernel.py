@@ -206,6 +206,17 @@ def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(tmp_pat
     assert Path(given or folder).stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_library_that_another_machine_has_made_meanwhile_stays(tmp_path, monkeypatch, has_links):
+    """The other one has mapped it; over NFS its pages would be gone."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError))
+    for content in ("first", "second"):
+        (tmp_path / content).write_text(content)
+        kernel._publish(tmp_path / content, tmp_path / "library")
+    assert (tmp_path / "library").read_text() == ("first" if has_links else "second")
+
+
 class RunStopped(Exception):
     pass
 

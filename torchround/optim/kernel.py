@@ -242,7 +242,16 @@ def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -
                 lines = [line for line in lines if "error" in line] or [line for line in lines if line]
                 reason = lines[0][:300] if lines else "no reason given"
                 raise KernelError(f"compiling the optimizer failed ({reason})")
-            os.replace(made, library)
+            _publish(made, library)
+
+
+def _publish(made: Path, library: Path) -> None:
+    """Give a library its name, unless it has one: another machine of the same home may have mapped the file."""
+    try:
+        with suppress(FileExistsError):
+            os.link(made, library)
+    except OSError:  # a file system without links
+        os.replace(made, library)
 
 
 def _start(folder: Path, made: Path, output: IO[bytes]) -> "subprocess.Popen[bytes]":
