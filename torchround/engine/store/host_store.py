@@ -201,7 +201,9 @@ class HostStore:
         is derived from the fp32 weights, so the next step of `async` or `bounded` reads the newest ones, as the first
         step of a run does. The newest device weights are predictions again, by the optimizer's rules, if both runs predict.
         """
-        lr: Any = (prediction and prediction["lr"]) if self.policy.predicts else None
+        lr: Any = prediction if self.policy.predicts else None
+        if isinstance(lr, Mapping):
+            lr = lr.get("lr", lr)
         is_legal = type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0
         if not (lr is None or is_legal):
             raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
