@@ -349,6 +349,7 @@ def private_folder() -> Path:
     folder = Path(os.path.expanduser(named)).resolve() / "torchround"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = folder.resolve()  # the user may have made it a link to another disk
     except OSError:  # a user in a container may have no home
         folder = Path(tempfile.gettempdir()) / f"torchround-{os.getuid()}"
         folder.mkdir(exist_ok=True, mode=0o700)
@@ -380,3 +381,7 @@ def _refuse_shared(folder: Path) -> None:
         raise KernelError(
             f"{folder}: another user may write there, or it is a link (TORCHINDUCTOR_CACHE_DIR names another folder)"
         )
+    for parent in folder.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise KernelError(f"{folder}: another user may replace it, because all may write in {parent}")
