@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from torchround import keeping
+from torchround.accelerators import is_accelerator, kind_of
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
@@ -48,6 +49,7 @@ class LayerCompiler:
     def __init__(self, model: LayeredModel, backend: str = "inductor", is_required: bool = True) -> None:
         self.backend = backend
         self.is_required = is_required
+        self._has_warned = False
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
@@ -72,6 +74,14 @@ class LayerCompiler:
         device = parameters[0].device.type if parameters else None
         # Compiled code takes parameters, which differ from layer to layer, and no buffers.
         if (device is not None and runs_fused(layer, device)) or next(layer.buffers(), None) is not None:
+            return layer
+
+        if device is not None and is_accelerator(device) and not kind_of(device).compiles:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s: Inductor is not used for %s devices; layers %s", self.setting, device, COST
+                )
             return layer
 
         def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
