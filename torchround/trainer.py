@@ -193,18 +193,20 @@ class Trainer:
                 machines=machines,
             )
         try:
-            with engine:
-                reserve_buffers(engine, self.config.training, self._validation.is_on)
-                self._traces.start()
-                try:
-                    yield engine
-                except DataError:
-                    if machines is not None:
-                        # All machines have the error. They end their saves together, while all engines run.
-                        self._reports.report(leave=0)
-                        self._checkpoints.finish_saves()
-                    raise
-            self._traces.finish()
+            try:
+                with engine:
+                    reserve_buffers(engine, self.config.training, self._validation.is_on)
+                    self._traces.start()
+                    try:
+                        yield engine
+                    except DataError:
+                        if machines is not None:
+                            # All machines have the error. They end their saves together, while all engines run.
+                            self._reports.report(leave=0)
+                            self._checkpoints.finish_saves()
+                        raise
+            finally:
+                self._traces.finish()
         except CheckpointError:
             raise  # saving failed, so saving again would too
         except Exception as error:

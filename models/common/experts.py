@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import PLANNED_KIND, has_triton
+from torchround.accelerators import PLANNED_KIND, has_triton, is_accelerator
 from torchround.keeping import joined, keep, passing
 from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
@@ -135,7 +135,11 @@ class ExpertStack(Adaptable, ABC):
             self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
         )
         products = Products(sum(part.flops for part in parts), num_rows * frozen_row_flops, "grouped")
-        return LayerWork((products,), kept_bytes, 0, kept_bytes, parts)
+        scratch_bytes = kept_bytes
+        if self.biased and is_accelerator(device) and not has_triton(device):
+            # Plain code makes gate, up and their product again, with the biases and clamped, and gradients of these.
+            scratch_bytes += num_rows * 6 * self.ffn_size * element_bytes
+        return LayerWork((products,), kept_bytes, 0, scratch_bytes, parts)
 
     def _kept(
         self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool

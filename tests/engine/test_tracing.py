@@ -274,3 +274,36 @@ def test_each_traced_step_has_its_file_with_all_of_its_updates_and_tracing_chang
         train(engine, BATCHES)
     assert_same_state(store.named_views(), untraced.named_views())
     assert_same_state(plain[SYNC][1].named_views(), untraced.named_views())
+
+
+def test_traces_of_an_engine_that_fails_stop_the_profiler_and_keep_no_copies(tmp_path):
+    model = toy_model()
+    devices = [CpuDevice(0)]
+    traces = StepTraces(TraceTable(steps=(2,), profiler=True), tmp_path, devices, total_steps=4)
+    with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
+        traces.start()
+        for step in (1, 2):
+            engine.evaluate(BATCHES[0])
+            traces.before_dispatch(step)
+            done = engine.forward_backward(BATCHES[0])
+            engine.step(1e-2)
+            done.collect()
+        assert set(traces._copies) == {0, 1}
+    traces.finish()
+    assert traces._profile is None and not traces._copies
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2-profiler.json"]
+
+
+def test_copies_of_steps_that_no_trace_needs_are_forgotten(tmp_path):
+    model = toy_model()
+    devices = [CpuDevice(0)]
+    traces = StepTraces(TraceTable(steps=(1,)), tmp_path, devices, total_steps=4)
+    with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
+        traces.start()
+        for step, micro_batches in enumerate(BATCHES + BATCHES):
+            traces.before_dispatch(step + 1)
+            done = engine.forward_backward(micro_batches)
+            engine.step(1e-2)
+            done.collect()
+            traces.add(done)
+        assert not traces._copies

@@ -168,6 +168,8 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
 HARMS = {
     "nothing": lambda cache, name: None,
     "folder open to all": lambda cache, name: cache.chmod(0o777),
+    "parent open to all": lambda cache, name: cache.parent.chmod(0o777),
+    "a link of the user": lambda cache, name: cache.symlink_to(cache.rename(cache.parent / "elsewhere")),
     "no library": lambda cache, name: (cache / name).write_bytes(b"no library"),
 }
 
@@ -183,7 +185,7 @@ def test_code_that_is_none_or_that_another_user_could_have_put_there_is_not_load
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.parent))
     monkeypatch.setenv("CXX", "/nonexistent")
     HARMS[harm](cache, library.name)
-    assert bool(get_kernels([SPLIT[0]], lambda: None)) == (harm == "nothing")
+    assert bool(get_kernels([SPLIT[0]], lambda: None)) == (harm in ("nothing", "a link of the user"))
 
 
 @pytest.mark.parametrize("harm", ["nothing", "open to all", "a link"])
@@ -204,6 +206,17 @@ def test_inductor_loads_no_code_from_a_folder_that_another_user_has_made(tmp_pat
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     assert (given is None) == (harm == "nothing") == (not caplog.records)
     assert Path(given or folder).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_library_that_another_machine_has_made_meanwhile_stays(tmp_path, monkeypatch, has_links):
+    """The other one has mapped it; over NFS its pages would be gone."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError))
+    for content in ("first", "second"):
+        (tmp_path / content).write_text(content)
+        kernel._publish(tmp_path / content, tmp_path / "library")
+    assert (tmp_path / "library").read_text() == ("first" if has_links else "second")
 
 
 class RunStopped(Exception):

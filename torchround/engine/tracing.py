@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from torchround.config import TraceTable
-from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
+from torchround.engine.device import NO_STEP, Device, DeviceWatcher, Mark, Stream
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import DeviceSpan
 from torchround.engine.timeline import HOST, Task, TaskKind, Timeline, trace_events
@@ -43,6 +43,7 @@ class StepTraces(DeviceWatcher):
         self._folder, self._devices = folder, devices
         self._profiles = table.profiler
         self._profile: Any = None  # of `torch.profiler`, while it records
+        self._profiled = NO_STEP  # the last step dispatched while it records
         self._notes_copies = False
         self._begun: dict[tuple[str, Stream], Mark] = {}
         self._copies: dict[int, list[tuple[int, DeviceSpan]]] = defaultdict(list)  # each with its device
@@ -66,7 +67,10 @@ class StepTraces(DeviceWatcher):
     def before_dispatch(self, step: int) -> None:
         """Get ready for `step`, counted from 1, which is dispatched next."""
         self._notes_copies = step - 1 in self._near
-        if self._profiles and step - 1 in self._steps and self._profile is None:
+        if not (self._profiles and step - 1 in self._steps):
+            return
+        self._profiled = step - 1
+        if self._profile is None:
             from torch._C._profiler import _ExperimentalConfig
             from torch.profiler import profile
 
@@ -81,6 +85,9 @@ class StepTraces(DeviceWatcher):
     def add(self, result: StepResult) -> None:
         """Take a finished step; steps come in order. Writes the trace of the step before it, if that is traced."""
         newest = result.step
+        for step in list(self._copies):  # devices add steps meanwhile
+            if step < newest - 2:  # those of the step before a traced one are still to be written
+                del self._copies[step]
         if newest not in self._near:
             return
         self._finished.append(result)
@@ -92,14 +99,14 @@ class StepTraces(DeviceWatcher):
             self._end_profile(newest)
         if newest - 1 in self._steps and len(self._finished) > 1:  # otherwise `finish` has written it
             self._write_timeline(newest - 1)
-        self._copies.pop(newest - 2, None)
 
     def finish(self) -> None:
-        """Write the trace that waits for the next step: the engine ends."""
+        """Write what waits for the next step, and stop the profiler: the engine has ended, or failed."""
+        self._end_profile(self._profiled)
         if self._finished and (last := self._finished[-1].step) in self._steps:
-            self._end_profile(last)
             self._write_timeline(last)
         self._finished.clear()
+        self._copies.clear()
 
     def timeline(self, step: int) -> Timeline:
         """Return what ran for finished step `step`, counted from 0, and for the finished steps before and after it."""
@@ -140,7 +147,7 @@ class StepTraces(DeviceWatcher):
         writes: Sequence[Tensor],
         copied_bytes: int,
     ) -> None:
-        if copied_bytes and self._notes_copies:
+        if copied_bytes and self._notes_copies and device.step_of[stream] != NO_STEP:
             self._begun[device.name, stream] = device.mark(stream)
 
     def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
@@ -160,11 +167,13 @@ class StepTraces(DeviceWatcher):
             self._write(step, "-profiler", lambda path: profile.export_chrome_trace(str(path)))
 
     def _write_timeline(self, step: int) -> None:
-        text = json.dumps(trace_events([(f"step {step + 1}", self.timeline(step))]))
-        self._write(step, "", lambda path: write_whole(path, text))
+        def write(path: Path) -> None:
+            write_whole(path, json.dumps(trace_events([(f"step {step + 1}", self.timeline(step))])))
+
+        self._write(step, "", write)
 
     def _write(self, step: int, ending: str, write: Callable[[Path], object]) -> None:
-        """Write a file of a step. A disk that fails costs the trace, not the run."""
+        """Write a file of a step. A disk or device that fails costs the trace, not the run."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder / f"step-{step + 1}{ending}.json")

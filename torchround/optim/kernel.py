@@ -242,7 +242,16 @@ def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -
                 lines = [line for line in lines if "error" in line] or [line for line in lines if line]
                 reason = lines[0][:300] if lines else "no reason given"
                 raise KernelError(f"compiling the optimizer failed ({reason})")
-            os.replace(made, library)
+            _publish(made, library)
+
+
+def _publish(made: Path, library: Path) -> None:
+    """Give a library its name, unless it has one: another machine of the same home may have mapped the file."""
+    try:
+        with suppress(FileExistsError):
+            os.link(made, library)
+    except OSError:  # a file system without links
+        os.replace(made, library)
 
 
 def _start(folder: Path, made: Path, output: IO[bytes]) -> "subprocess.Popen[bytes]":
@@ -340,6 +349,7 @@ def private_folder() -> Path:
     folder = Path(os.path.expanduser(named)).resolve() / "torchround"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = folder.resolve()  # the user may have made it a link to another disk
     except OSError:  # a user in a container may have no home
         folder = Path(tempfile.gettempdir()) / f"torchround-{os.getuid()}"
         folder.mkdir(exist_ok=True, mode=0o700)
@@ -371,3 +381,7 @@ def _refuse_shared(folder: Path) -> None:
         raise KernelError(
             f"{folder}: another user may write there, or it is a link (TORCHINDUCTOR_CACHE_DIR names another folder)"
         )
+    for parent in folder.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise KernelError(f"{folder}: another user may replace it, because all may write in {parent}")

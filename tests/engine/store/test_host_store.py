@@ -209,6 +209,7 @@ DAMAGES = {
     "not finite": (lambda saved: {**saved, "lr": float("nan")}, "nan"),
     "no number": (lambda saved: {**saved, "lr": True}, "lr"),
     "of an older release": (lambda saved: {**saved, "betas": [0.9, 0.95], "eps": 1e-8}, None),
+    "no rate": (lambda saved: {"betas": [0.9, 0.95]}, "betas"),
     "no table": (lambda saved: [], "prediction"),
 }
 
@@ -219,7 +220,7 @@ def test_a_damaged_prediction_is_refused_before_anything_changes(damage, key):
         train(engine, BATCHES[:2])
     sound, before = engine.store.resume_state()["prediction"], copy_of(engine.store)
     weights = [bundle.version(2).clone() for bundle in engine.store.bundles]
-    with pytest.raises((ValueError, TypeError), match=key) if key else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=key) if key else contextlib.nullcontext():
         engine.store.resume(2, applied_updates=2, prediction=damage(sound))
     with pytest.raises(ValueError, match="prediction"):  # its bias correction would divide by zero
         engine.store.resume(2, applied_updates=0, prediction=sound)

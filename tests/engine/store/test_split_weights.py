@@ -9,6 +9,7 @@ from tests.support.optimizers import OPTIMIZERS
 from tests.support.rounding import ties_up
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import AdamWTable
+from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, RESIDUAL, SYNC, parameter_facts
 from torchround.optim.optimizer import NO_STATE, make_optimizer
 
@@ -156,6 +157,13 @@ def test_a_parameter_without_elements_is_in_one_segment_and_trains(table):
     with toy_engine(PARTITIONS["one stage"], 1, model=model, store=store, optimizer=table) as engine:
         losses = train(engine, toy_batches(2, micro_batches=1))
     assert losses[0] != losses[1] and store.step == 2
+
+
+def test_an_adjust_lr_that_parts_what_is_updated_together_is_refused_by_its_name():
+    model = toy_model()
+    store = toy_store(model, optimizer=make_optimizer(MuonTable(adjust_lr="match_rms_adamw")))
+    with pytest.raises(ValueError, match="another adjust_lr is set"):
+        store.assign_rules(model, make_optimizer(MuonTable(adjust_lr="original")))
 
 
 def test_rules_that_keep_other_state_are_refused():

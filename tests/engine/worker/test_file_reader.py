@@ -17,7 +17,7 @@ from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.worker.transfers import FileReader
+from torchround.engine.worker.transfers import FileReader, GradientDownload, WeightUpload
 
 BATCHES = toy_batches(3, micro_batches=4)
 
@@ -185,3 +185,25 @@ def test_a_device_sends_its_gradients_before_it_waits_for_its_reader(base, monke
         of_a_pass = len(reads)
         train(engine, BATCHES[:1])
     assert reads[2 * of_a_pass] == 2
+
+
+def test_a_device_spreads_its_gradients_over_a_stage_whose_files_do_not_keep_it_waiting(base, monkeypatch):
+    """Although a stage has more weights in files than the reader's ring holds."""
+    begin, finish, left = WeightUpload._begin, GradientDownload.finish, []
+
+    def ready(upload, piece):
+        end_s = time.monotonic() + 20
+        while not (piece.used.bundle.trainable or piece.access.is_ready) and time.monotonic() < end_s:
+            time.sleep(0.001)
+        begin(upload, piece)
+
+    def noted(download):
+        left.append(download.remaining)
+        finish(download)
+
+    with mapped_engine(base, 1, "one layer a stage") as engine:
+        train(engine, BATCHES[:1])
+        monkeypatch.setattr(WeightUpload, "_begin", ready)
+        monkeypatch.setattr(GradientDownload, "finish", noted)
+        train(engine, BATCHES[1:2])
+    assert len(left) > 3 and not any(left[:-1])

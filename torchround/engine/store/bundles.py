@@ -130,7 +130,14 @@ class Segment:
         rule, *others = dict.fromkeys(rules[parameter.name] for parameter in self.parameters)
         kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
         if others or kept != asked:
-            asked = "several rules" if others else asked
+            if others:
+                names = [
+                    name
+                    for name, value in vars(rule).items()
+                    if any(vars(o).get(name) != value for o in others)
+                ]
+                settings = ", ".join("adjust_lr" if name == "lr_ratio" else name for name in names)
+                asked = f"several rules, because another {settings} is set"
             raise ValueError(f"{self.parameters[0].name} keeps {kept}, and the optimizer asks for {asked}")
         self.rule = rule
 

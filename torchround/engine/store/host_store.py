@@ -201,7 +201,9 @@ class HostStore:
         is derived from the fp32 weights, so the next step of `async` or `bounded` reads the newest ones, as the first
         step of a run does. The newest device weights are predictions again, by the optimizer's rules, if both runs predict.
         """
-        lr: Any = (prediction and prediction["lr"]) if self.policy.predicts else None
+        lr: Any = prediction if self.policy.predicts else None
+        if isinstance(lr, Mapping):
+            lr = lr.get("lr", lr)
         is_legal = type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0
         if not (lr is None or is_legal):
             raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
@@ -217,8 +219,7 @@ class HostStore:
             if not holds_older_weights:
                 self.renew(bundle)
             if lr is not None:  # as the last update did (`UpdatePolicy.predicts`)
-                for buffers in bundle.update_buffers(bundle.version(step), step):
-                    predict_(buffers, lr=lr, update=applied_updates)
+                self._predict(bundle, lr)
             # Device weights that lag are as old as the checkpoint says, and those of split weights are a part of them.
             elif not self.lags(bundle) and bundle.residual is None:
                 bundle.version(step).copy_(bundle.fp32_weight)
@@ -254,22 +255,42 @@ class HostStore:
         """
         observer = observer or Observer()
         rewritten = [bundle for bundle in self.stale_or_predicted() if bundle.is_owned]
-        set_aside = [(bundle.version(self.step), _spare(bundle)) for bundle in rewritten]
+        spares = [self._spare(bundle) for bundle in rewritten]
 
         def copy(source: Tensor, target: Tensor) -> None:
             observer.touched(reads=[source], writes=[target])
             target.copy_(source)
 
-        for bundle, (device_weights, spare) in zip(rewritten, set_aside, strict=True):
-            copy(device_weights, spare)
-            copy(bundle.fp32_weight, device_weights)
+        for bundle, spare in zip(rewritten, spares, strict=True):
+            if spare is not None:
+                copy(bundle.version(self.step), spare)
+            copy(bundle.fp32_weight, bundle.version(self.step))
         try:
             share()
             yield
         finally:
-            for device_weights, spare in set_aside:
-                copy(spare, device_weights)
+            for bundle, spare in zip(rewritten, spares, strict=True):
+                if spare is not None:
+                    copy(spare, bundle.version(self.step))
+                elif self.prediction is not None:
+                    observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
+                    self._predict(bundle, self.prediction)
         share()  # not after an exception: the other machines may never come to the end of the block
+
+    def _spare(self, bundle: Bundle) -> Tensor | None:
+        """Find room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough.
+
+        Predictions need none: they are computed again.
+        """
+        weights = bundle.version(self.step)
+        if bundle.gradient is not None and bundle.gradient.itemsize >= weights.itemsize:
+            return bundle.gradient.view(weights.dtype)[: bundle.numel]
+        return torch.empty_like(weights) if self.prediction is None else None
+
+    def _predict(self, bundle: Bundle, lr: float) -> None:
+        """Write an owned bundle's newest device weights as the last applied update did."""
+        for buffers in bundle.update_buffers(bundle.version(self.step), self.step):
+            predict_(buffers, lr=lr, update=self.applied_updates)
 
     def allocate_gradients(self, rounds: int, always_add: bool = False) -> None:
         """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need.
@@ -416,11 +437,3 @@ class _WeightValues(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._held)
-
-
-def _spare(bundle: Bundle) -> Tensor:
-    """Find room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough."""
-    weights = bundle.device_weights[0]
-    if bundle.gradient is None or bundle.gradient.itemsize < weights.itemsize:
-        return torch.empty_like(weights)
-    return bundle.gradient.view(weights.dtype)[: bundle.numel]

@@ -102,7 +102,7 @@ class DeviceWorker:
             self.device.enter_thread()
             while True:
                 if self._queue.peek() is None:
-                    self._flush()  # as in `wait`
+                    self.flush()  # as in `wait`
                 job = self._queue.take(STAGE_JOB.format(self._next_stage_slot))
                 if isinstance(job, PassShape):
                     self.activations.prepare(job)
@@ -124,9 +124,6 @@ class DeviceWorker:
         self._job = job.task
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
         upload, self._upload = self._upload or self._start_upload(job), None
-        # The optimizer may need this device's last gradients before it can complete the weights that are missing.
-        if upload.blocked:
-            self._flush()
         self.device.wait(Stream.COMPUTE, upload.finish(), "uploaded weights")
         weights_ready = self.device.mark(Stream.WEIGHT_UPLOAD)
         stage, micro_batches = job.task.stage, job.task.micro_batches
@@ -148,7 +145,7 @@ class DeviceWorker:
         if self.setup.model.own_dtypes:
             unbind(self.skeletons[stage.start : stage.stop])  # copies take memory beside the slot
         if download is None:
-            self._flush()
+            self.flush()
         else:
             self._begin_download(download)
             download.layers_final(stage.start)
@@ -160,7 +157,7 @@ class DeviceWorker:
         self._job = job
         # Look-aheads need them, maybe on other devices. Gradients of the next step land only after this job's update.
         if self._download is not None and self._download.job.pass_.step <= job.step:
-            self._flush()
+            self.flush()
         self.device.begin_step(job.step, *DIRECTION_STREAMS)
         for position, bundle in enumerate(job.bundles):
             self._micro_batch = position
@@ -210,11 +207,11 @@ class DeviceWorker:
     def _begin_download(self, gradients: GradientDownload) -> None:
         """Begin to send a stage's gradients, unless that is begun.
 
-        Chunks go down in the next job's windows, or in `_flush` if none comes.
+        Chunks go down in the next job's windows, or in `flush` if none comes.
         """
         if self._download is not gradients:
             # The previous stage's download must be complete before this stage's takes its place.
-            self._flush()
+            self.flush()
             self._begin_step(gradients.job, Stream.GRADIENT_DOWNLOAD)
             self._download = gradients
 
@@ -235,7 +232,7 @@ class DeviceWorker:
         self._reported_bytes, self._idle_since = moved, spans[-1].end
         self.board.post(job.pass_.reports.at(job.slot), report)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Send off the gradients that this thread still holds."""
         if self._download is not None:
             self._download.finish()
@@ -245,7 +242,7 @@ class DeviceWorker:
         """Wait for a value of another device."""
         # Held gradients go first: what is awaited may depend on an update that needs them, and then both would hang.
         if not value.happened:
-            self._flush()
+            self.flush()
         return self.board.wait(value)
 
     # What the watchdog and error messages ask for, from any thread.

@@ -130,6 +130,7 @@ class WeightUpload(BundleTransfer):
         self.waited_s = 0.0
         self.versions: dict[tuple[int, int], int] = {}
         self._store = worker.setup.store
+        self._flush = worker.flush
         slot = worker.slots.weights.next(layout.weight_numel)
         # Read before the weights: those that are written later come again.
         self._content = layout, self._store.refreshes
@@ -159,13 +160,11 @@ class WeightUpload(BundleTransfer):
         self.slot.frozen_weights = None if self._store.trained else self._content
         return self._device.record(self.stream, "uploaded weights")
 
-    @property
-    def blocked(self) -> bool:
-        """Whether `finish` would have to wait for another thread."""
-        return not all(map(self._is_ready, self._pieces))
-
     def _begin(self, piece: Piece) -> None:
         if piece.access is not None:
+            # An update may need this device's last gradients; and they need not wait for a disk.
+            if not piece.access.is_ready:
+                self._flush()
             start_s = time.perf_counter()
             piece.access.begin(self._board)
             if piece.used.bundle.trainable:
