@@ -26,7 +26,7 @@ def test_the_planner_runs_where_there_is_no_torch():
 
 IMPORT_EVERYTHING = """
 import os, random, signal, threading, logging
-import numpy, torch, torchdata.nodes, pydantic, rich, tokenizers
+import numpy, torch, torchdata.nodes, pydantic, tokenizers
 def state():
     return {
         "threads": threading.active_count(),
