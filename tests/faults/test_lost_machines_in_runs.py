@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support.small_machines import ALL_ROUNDS, small_machines, starter
+from tests.support.small_run import ASYNC, BOUNDED, COMPACT, PREDICT, UNCORRECTED
 
 __all__ = ["small_machines", "starter"]
 
@@ -35,13 +36,22 @@ def test_a_machine_that_is_killed_is_named_and_the_run_continues_to_the_same_bit
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("num_machines", [2, 3])
-def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(small_machines, num_machines):
-    """15 kills on each number of machines. Every step is saved, so most kills meet an exchange or a save."""
-    generator = random.Random(num_machines)
-    for _ in range(15):
+@pytest.mark.parametrize(
+    ("num_machines", "mode"),
+    [
+        pytest.param(2, [], id="sync"),
+        pytest.param(3, [ASYNC, PREDICT], id="async, predict"),
+        pytest.param(2, [ASYNC, UNCORRECTED, COMPACT], id="async, compact"),
+        pytest.param(2, [*BOUNDED], id="bounded"),
+        pytest.param(2, ["--optimizer.name=muon"], id="muon"),
+    ],
+)
+def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(small_machines, num_machines, mode):
+    """8 kills in each mode. Every step is saved, so most kills meet an exchange or a save."""
+    generator, arguments = random.Random(num_machines), [*ENDLESS, *mode]
+    for _ in range(8):
         done = max(small_machines.saved("run"), default=0)
-        machines = small_machines.start("run", num_machines, *ENDLESS)
+        machines = small_machines.start("run", num_machines, *arguments)
         lost = machines[generator.randrange(num_machines)]
         machines[0].wait_until_printed(f"saved outputs/run/checkpoints/step-{done + generator.randint(1, 3)} ")
         time.sleep(generator.random() * 0.2)  # the moment is random; nothing depends on it
@@ -51,7 +61,7 @@ def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(sma
             machine.text() for machine in machines
         )
     last = max(small_machines.saved("run")) + 2
-    total = [*ENDLESS, f"--training.steps={last}"]
+    total = [*arguments, f"--training.steps={last}"]
     small_machines("run", num_machines, *total)
     small_machines("whole", 1, *total)
     small_machines.assert_same("run", "whole", step=last)
