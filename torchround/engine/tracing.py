@@ -1,4 +1,4 @@
-"""Traces of chosen steps: computations, copies and updates as the simulator's timeline, and PyTorch's profile on request.
+"""Traces of chosen steps in the Trace Event Format, and PyTorch's profile on request.
 
 Tracing never waits for a device, so the trace of an asynchronous step shows how it overlaps the steps before and after.
 """
@@ -8,6 +8,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,21 @@ from torch import Tensor
 from torchround.config import TraceTable
 from torchround.engine.device import NO_STEP, Device, DeviceWatcher, Mark, Stream
 from torchround.engine.passes import StepResult
-from torchround.engine.reports import DeviceSpan
-from torchround.engine.timeline import HOST, Task, TaskKind, Timeline, trace_events
+from torchround.engine.reports import Span, SpanKind
 from torchround.untrusted.regular_file import write_whole
 
 logger = logging.getLogger(__name__)
 
 COPIES = {
-    Stream.WEIGHT_UPLOAD: TaskKind.WEIGHTS,
-    Stream.ACTIVATION_UPLOAD: TaskKind.RELOAD,
-    Stream.ACTIVATION_DOWNLOAD: TaskKind.OFFLOAD,
-    Stream.GRADIENT_DOWNLOAD: TaskKind.GRADIENTS,
+    Stream.WEIGHT_UPLOAD: SpanKind.WEIGHTS,
+    Stream.ACTIVATION_UPLOAD: SpanKind.RELOAD,
+    Stream.ACTIVATION_DOWNLOAD: SpanKind.OFFLOAD,
+    Stream.GRADIENT_DOWNLOAD: SpanKind.GRADIENTS,
 }
 
 
 class StepTraces(DeviceWatcher):
-    """The traces that `[trace]` asks for, in `folder`. Steps count from 1 in files, from 0 in results and tasks.
+    """The traces that `[trace]` asks for, in `folder`. Steps count from 1 in files, from 0 in results.
 
     The trace of step N is written once step N + 1 is done: the engine collects a step before it dispatches the next but
     one, so only N - 1 and N + 1 can overlap step N. The file has all three.
@@ -46,9 +46,9 @@ class StepTraces(DeviceWatcher):
         self._profiled = NO_STEP  # the last step dispatched while it records
         self._notes_copies = False
         self._begun: dict[tuple[str, Stream], Mark] = {}
-        self._copies: dict[int, list[tuple[int, DeviceSpan]]] = defaultdict(list)  # each with its device
+        self._copies: dict[int, list[tuple[int, Span]]] = defaultdict(list)  # each with its device
         self._finished: deque[StepResult] = deque(maxlen=3)
-        # For each device a moment by its own clock, and the same moment by the host's.
+        # For each device, and the host last, a moment by its own clock, and the same moment by the host's.
         self._anchors: list[tuple[Mark, float]] = []
         if beyond := sorted(step for step in table.steps if step > total_steps):
             logger.warning(
@@ -62,7 +62,8 @@ class StepTraces(DeviceWatcher):
                 device.watchers.append(self)
                 device.finish()
             # All devices are idle, so these marks and the host's time are the same moment.
-            self._anchors = [(device.mark(Stream.COMPUTE), time.perf_counter()) for device in self._devices]
+            marks = [*(device.mark(Stream.COMPUTE) for device in self._devices), Mark()]
+            self._anchors = [(mark, time.perf_counter()) for mark in marks]
 
     def before_dispatch(self, step: int) -> None:
         """Get ready for `step`, counted from 1, which is dispatched next."""
@@ -85,9 +86,7 @@ class StepTraces(DeviceWatcher):
     def add(self, result: StepResult) -> None:
         """Take a finished step; steps come in order. Writes the trace of the step before it, if that is traced."""
         newest = result.step
-        for step in list(self._copies):  # devices add steps meanwhile
-            if step < newest - 2:  # those of the step before a traced one are still to be written
-                del self._copies[step]
+        self._copies.pop(newest - 3, None)  # later ones are still to be written
         if newest not in self._near:
             return
         self._finished.append(result)
@@ -98,46 +97,53 @@ class StepTraces(DeviceWatcher):
         if newest in self._steps and newest + 1 not in self._steps:
             self._end_profile(newest)
         if newest - 1 in self._steps and len(self._finished) > 1:  # otherwise `finish` has written it
-            self._write_timeline(newest - 1)
+            self._write(newest - 1, "", partial(self._write_trace, newest - 1))
 
     def finish(self) -> None:
         """Write what waits for the next step, and stop the profiler: the engine has ended, or failed."""
         self._end_profile(self._profiled)
         if self._finished and (last := self._finished[-1].step) in self._steps:
-            self._write_timeline(last)
+            self._write(last, "", partial(self._write_trace, last))
         self._finished.clear()
         self._copies.clear()
 
-    def timeline(self, step: int) -> Timeline:
-        """Return what ran for finished step `step`, counted from 0, and for the finished steps before and after it."""
+    def _write_trace(self, step: int, path: Path) -> None:
         near = [result for result in self._finished if abs(result.step - step) < 2]
-        ran = [found for result in near for found in self._ran(result)]
-        zero_s = min(start_s for _, start_s in ran)
-        return Timeline(
-            tasks=tuple(task for task, _ in ran),
-            start_s=tuple(start_s - zero_s for _, start_s in ran),
-            end_s=tuple(start_s - zero_s + task.duration_s for task, start_s in ran),
-            num_devices=len(self._devices),
-        )
+        events = [event for result in near for event in self._events(result) if event["dur"] > 0]
+        first_us = min(event["ts"] for event in events)
+        for event in events:
+            event["ts"] -= first_us
+        for process, thread in sorted({(event["pid"], event["tid"]) for event in events}):
+            name = f"device {process}" if process < len(self._devices) else "optimizer"
+            meta = {"ph": "M", "pid": process, "tid": thread}
+            events += [
+                {**meta, "name": "process_name", "args": {"name": f"step {step + 1}: {name}"}},
+                {**meta, "name": "process_sort_index", "args": {"sort_index": process}},
+                {**meta, "name": "thread_name", "args": {"name": list(Stream)[thread].value}},
+            ]
+        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-    def _ran(self, result: StepResult) -> Iterator[tuple[Task, float]]:
-        """Yield the tasks of a finished step, each with its start by the host's clock."""
-        step, update = result.step, result.update()
+    def _events(self, result: StepResult) -> Iterator[dict[str, Any]]:
+        """Yield an event for each span of a finished step, by the host's clock. Each device is a process, the host the last."""
+        update, host = result.update(), len(self._devices)
         spans = [(report.task.device, span) for report in result.reports() for span in report.spans]
-        for one in update.directions:
-            layers = range(one.layer, one.layer + 1)
-            spans.append((one.device, DeviceSpan(TaskKind.ORTHOGONALISE, one.start, one.end, layers=layers)))
-        for device, span in spans + self._copies.get(step, []):
-            task = Task(
-                *(device, span.kind, span.seconds, span.layers, span.micro_batch),
-                stream=span.stream.value,
-                step=step,
-                moves_bytes=span.copied_bytes,
-            )
-            yield task, self._host_time_s(device, span.start)
-        for bundle in update.bundles:
-            layers, seconds = range(bundle.layer, bundle.layer + 1), bundle.end_s - bundle.start_s
-            yield Task(HOST, TaskKind.UPDATE, seconds, layers, 0, stream="update", step=step), bundle.start_s
+        spans += [*update.directions, *((host, span) for span in update.bundles)]
+        for process, span in spans + self._copies.get(result.step, []):
+            ends = dict.fromkeys((span.layers[0], span.layers[-1])) if span.layers else ()
+            yield {
+                "ph": "X",
+                "name": f"{span.kind.value} {'-'.join(map(str, ends))}",
+                "cat": span.kind.value,
+                "pid": process,
+                "tid": list(Stream).index(span.stream),
+                "ts": self._host_time_s(process, span.start) * 1e6,
+                "dur": span.seconds * 1e6,
+                "args": {
+                    "step": result.step + 1,
+                    "micro_batch": span.micro_batch,
+                    "moved_bytes": span.copied_bytes,
+                },
+            }
 
     def begins(
         self,
@@ -153,7 +159,7 @@ class StepTraces(DeviceWatcher):
     def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
         if (start := self._begun.pop((device.name, stream), None)) is not None:
             end = device.mark(stream)
-            span = DeviceSpan(COPIES[stream], start, end, stream=stream, copied_bytes=copied_bytes)
+            span = Span(COPIES[stream], start, end, stream=stream, copied_bytes=copied_bytes)
             self._copies[device.step_of[stream]].append((self._devices.index(device), span))
 
     def _host_time_s(self, device: int, mark: Mark) -> float:
@@ -165,12 +171,6 @@ class StepTraces(DeviceWatcher):
             self._profile = None
             profile.stop()
             self._write(step, "-profiler", lambda path: profile.export_chrome_trace(str(path)))
-
-    def _write_timeline(self, step: int) -> None:
-        def write(path: Path) -> None:
-            write_whole(path, json.dumps(trace_events([(f"step {step + 1}", self.timeline(step))])))
-
-        self._write(step, "", write)
 
     def _write(self, step: int, ending: str, write: Callable[[Path], object]) -> None:
         """Write a file of a step. A disk or device that fails costs the trace, not the run."""

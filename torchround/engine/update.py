@@ -22,11 +22,11 @@ from torch import Tensor
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import LAYER_GATE, Board, Value
-from torchround.engine.device import use_threads_here
+from torchround.engine.device import Mark, use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import Pass
-from torchround.engine.reports import BundleUpdate, UpdateReport
+from torchround.engine.reports import Span, SpanKind, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
@@ -294,14 +294,15 @@ class Updater(Worker):
             self.copy_version(bundle, decision.step)
             return
         progress = [UpdateProgress() for _ in bundle.segments]
-        start_s = time.perf_counter()
+        start = Mark()
         try:
             self._update_bundle(bundle, decision, progress, self._kernels)
         except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
             self.overcome(error)
             # Without compiled kernels, which may be what failed.
             self._update_bundle(bundle, decision, progress, {})
-        decision.report.bundles += (BundleUpdate(bundle.layers[0], start_s, time.perf_counter()),)
+        first = bundle.layers[0]
+        decision.report.bundles += (Span(SpanKind.UPDATE, start, Mark(), layers=range(first, first + 1)),)
 
     def write_lagging(self, bundle: Bundle) -> None:
         """Write device weights that lag, after the step's forward has uploaded the version before."""
