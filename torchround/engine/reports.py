@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from statistics import median
@@ -34,8 +34,7 @@ class Span:
     """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
 
     Or one bundle's update, between two marks of the host; `layers` is then the first layer that uses it.
-    A stage that sends something in the middle of a micro-batch makes a span before and one after. `part_marks` are points
-    before and after each part that the layer can keep, with its name, in steps that measure.
+    `part_marks` are points before and after each part that the layer can keep, with its name, in steps that measure.
     """
 
     kind: SpanKind
@@ -48,7 +47,6 @@ class Span:
     part_marks: tuple[tuple[str, Mark], ...] = ()
 
     def part_seconds(self) -> dict[str, float]:
-        """Sum up the seconds of each part by name. Waits until the device has passed its end."""
         seconds: dict[str, float] = defaultdict(float)
         for (name, start), (_, end) in zip(self.part_marks[::2], self.part_marks[1::2], strict=True):
             seconds[name] += end.seconds_since(start)
@@ -64,13 +62,11 @@ class Span:
 class UpdateReport:
     """The outcome of an update, which its tasks fill in. `seconds` is the time the optimizer was busy on this step.
 
-    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
-    step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
-    under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
-    `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
-    of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
-    `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
-    them since the step before. `directions` are those that this machine's devices have computed for it, each with the device's index.
+    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this step's loss (1 except
+    in float16). `fault` says why the update was skipped, if not because of an overflow under a loss scale that can fall.
+    `not_finite` lists the micro-batches whose loss is not finite. `left_out` names the layers without an update in a step
+    that updated others (`bounded`). `loss` and norm are those of all machines, `bundles` this machine's own.
+    `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what went to them since the step before. `directions` are those that this machine's devices have computed for it, each with the device's index.
     """
 
     grad_norm: float = math.nan
@@ -88,11 +84,7 @@ class UpdateReport:
 
 
 class IdleSeconds(NamedTuple):
-    """The seconds in which a device was idle because of a slot, by what it waited for.
-
-    `input` is an input or a gradient of a neighbouring stage, `weights` the upload of weights that the optimizer had
-    written, and `optimizer` that it writes them.
-    """
+    """The seconds in which a device waited for an input or gradient, the upload of weights, or their update."""
 
     input: float
     weights: float
@@ -101,15 +93,11 @@ class IdleSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StageReport:
-    """The measurements of one stage slot on its device.
+    """The measurements of one stage slot on its device. Reading a time waits until the device has passed the slot.
 
-    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
-    marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
-    send them, because the optimizer had not written them yet. The bytes crossed the link while the device
-    worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
-
-    The marks are in the compute and upload streams, so on CUDA every time is the device's own. Reading a time waits until
-    the device has passed the slot. The busy and idle times add up to the span from `idle_since` to the slot's end.
+    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the arrival of
+    its weights. `update_wait_s` is how long the device's thread waited for the optimizer to write them. The bytes crossed the
+    link while the device worked on the slot. Busy and idle times add up to the span from `idle_since` to the slot's end.
     """
 
     task: StageTask
@@ -119,7 +107,6 @@ class StageReport:
     spans: tuple[Span, ...]
     uploaded_bytes: int
     downloaded_bytes: int
-    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def busy_s(self) -> float:
@@ -150,9 +137,8 @@ def costs_from_reports(
 ) -> Costs:
     """Return `counted` with measured seconds in place of counted ones.
 
-    The reports come from an engine that `times_layers`, or whose stages have one layer each: each of their
-    spans is one layer's forward, recomputation or backward, or the head's forward and backward. Forwards that mark their
-    parts give the seconds of these; parts of other layers keep their counted share. `updates`
+    Each span of the reports is one layer's forward, recomputation or backward, or the head's forward and backward: the engine
+    `times_layers`, or its stages have one layer each. Forwards that mark their parts give the seconds of these. `updates`
     gives, for each step, the bundles that its update changed; empty for a skipped update. With
     `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span. `counted` also
     says what the layers kept in those steps: their recomputations were shorter than their forwards.

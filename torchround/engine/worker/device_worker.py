@@ -226,7 +226,6 @@ class DeviceWorker:
             spans=tuple(spans),
             uploaded_bytes=moved[0] - self._reported_bytes[0],
             downloaded_bytes=moved[1] - self._reported_bytes[1],
-            versions=upload.versions,
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
         self.board.post(job.pass_.reports.at(job.slot), report)
