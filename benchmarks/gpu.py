@@ -30,12 +30,13 @@ from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
-from torchround.engine.reports import StageReport, costs_from_reports, one_layer_a_stage
+from torchround.engine.reports import StageReport, costs_from_reports
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES
 from torchround.planning.costs import Costs
 from torchround.planning.memory import GIB
+from torchround.planning.partition import Partition
 from torchround.planning.plan_report import plan_for
 from torchround.planning.planner import evaluate_plan
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler
@@ -222,7 +223,7 @@ class Bench:
         table = self._table("sync", 1).model_copy(update={"update": store.policy.name})
         hardware, numbers = find_hardware(table), RunNumbers(self.training, table)
         counted = run_question(self.model, numbers, hardware).costs()
-        partition = one_layer_a_stage(counted.num_layers)
+        partition = Partition((1,) * (counted.num_layers - 1), 1, (1,) * (counted.num_layers - 1))
         plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.policy.name)
         results = []
         compiler = self._layer_compiler(table, hardware)

@@ -183,7 +183,7 @@ def measure_plan(costs: Costs, plan: Plan, steps: int) -> tuple[float, tuple[flo
     seconds: list[list[float]] = [[] for _ in costs.layers]
     for result in results[WARM_UP_STEPS:]:
         for update in result.update().bundles:
-            seconds[update.layer].append(update.end_s - update.start_s)
+            seconds[update.layers.start].append(update.seconds)
     return step_s, tuple(statistics.median(layer) if layer else 0.0 for layer in seconds)
 
 

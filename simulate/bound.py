@@ -10,10 +10,10 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchround.engine.timeline import Task, TaskKind
 from torchround.planning.costs import Costs
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import Partition
+from torchround.simulate.timeline import Task, TaskKind
 
 FORWARD, BACKWARD, WEIGHT_GRADIENT = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
 

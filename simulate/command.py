@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchround.commands import CommandError
-from torchround.engine.timeline import trace_events
 from torchround.planning.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.planning.costs import Costs, CostsError
 from torchround.planning.memory import GIB, MemoryLimits
@@ -26,6 +25,7 @@ from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.rates import CardRates, costs_from_work
 from torchround.simulate.bound import ScheduleError, SimulationSetup
 from torchround.simulate.schedules import SCHEDULES, ScheduleReport, simulate_schedule
+from torchround.simulate.timeline import trace_events
 from torchround.untrusted.regular_file import write_whole
 
 Read = TypeVar("Read")

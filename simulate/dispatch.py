@@ -7,10 +7,10 @@ dependencies.
 from collections.abc import Sequence
 from typing import Any
 
-from torchround.engine.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
 from torchround.planning.costs import Costs
 from torchround.planning.partition import Partition, StageKind, StageTask, slots_before_late_jobs, step_tasks
 from torchround.planning.stage_times import KeptLink, LayerSums, layers_with_jobs
+from torchround.simulate.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
 
 
 def dispatch_tasks(

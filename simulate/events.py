@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from torchround.engine.timeline import COMPUTE, HOST, Task, Timeline
+from torchround.simulate.timeline import COMPUTE, HOST, Task, Timeline
 
 Stream = tuple[int, str]  # a device and the name of one of its streams
 # Events closer than this count as simultaneous: equal sums added in another order differ by rounding.

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
-from torchround.engine.timeline import Task, TaskKind
 from torchround.simulate.schedules import ScheduleReport
+from torchround.simulate.timeline import Task, TaskKind
 from torchround.untrusted.regular_file import replaced_whole
 
 # Names in the legend.

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torchround.engine.timeline import COMPUTE, Task, TaskKind
 from torchround.planning.partition import split_evenly
 from torchround.planning.planner import make_plan
 from torchround.simulate.bound import (
@@ -27,6 +26,7 @@ from torchround.simulate.bound import (
 )
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import Run, simulate, steady_state
+from torchround.simulate.timeline import COMPUTE, Task, TaskKind
 from torchround.simulate.transfers import offload_activations, swap_weights, uniform_grid
 
 

@@ -13,7 +13,6 @@ from itertools import chain, groupby
 from math import ceil, floor, gcd
 from operator import itemgetter
 
-from torchround.engine.timeline import Task, TaskKind
 from torchround.simulate.bound import (
     BACKWARD,
     FORWARD,
@@ -23,6 +22,7 @@ from torchround.simulate.bound import (
     SimulationSetup,
     Stage,
 )
+from torchround.simulate.timeline import Task, TaskKind
 
 OFFLOAD, RELOAD = TaskKind.OFFLOAD, TaskKind.RELOAD
 

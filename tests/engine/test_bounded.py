@@ -15,27 +15,8 @@ from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.optim import SpikeBounds
-from torchround.planning.partition import StageKind
 
 STEPS = 4
-
-
-def test_drift_is_counted_from_the_uploads():
-    found = {}
-    for stale_layers in (0, 3):
-        partition = PARTITIONS["forward coarser"]
-        with toy_engine(partition, 2, policy=BOUNDED, stale_layers=stale_layers) as engine:
-            results = []
-            for batch in toy_batches(3, micro_batches=2):
-                results.append(engine.forward_backward(batch))
-                engine.step(1e-2)
-            found[stale_layers] = [result.weight_drift() for result in results]
-            forward = {}
-            for report in results[1].reports():
-                if report.task.stage.kind is StageKind.FORWARD:
-                    forward |= {layer: version for (layer, _), version in report.versions.items()}
-            assert forward == {layer: 1 - (layer < stale_layers) for layer in range(6)}
-    assert found == {0: [0, 0, 0], 3: [1, 1, 1]}
 
 
 # What a step leaves out.

@@ -9,7 +9,7 @@ from tests.support.toy import OPTIMIZER, assert_same_state, toy_batches, toy_mod
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.optim import NO_STATE, HostOptimizer
+from torchround.optim import NO_STATE, HostOptimizer, HostOptimizerError
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 
@@ -79,7 +79,8 @@ def test_a_fault_that_is_overcome_or_comes_before_the_step_leaves_a_whole_update
 
 
 @pytest.mark.parametrize(
-    ("policy", "machines", "words"), [(BOUNDED, 1, "bounded"), (ASYNC_PREDICT, 1, "predict"), (SYNC, 2, "one machine")]
+    ("policy", "machines", "words"),
+    [(BOUNDED, 1, "fit bounded"), (ASYNC_PREDICT, 1, "fit predicted"), (SYNC, 2, "fit several machines")],
 )
 def test_who_cannot_use_it_says_so(policy, machines, words):
     model = toy_model()
@@ -101,5 +102,5 @@ def test_adamw_refuses_a_store_without_moments_and_a_step_without_a_rate():
 
 def test_an_optimizer_that_needs_a_closure_is_refused_before_any_device_is_used():
     model = toy_model()
-    with pytest.raises(EngineUsageError, match="LBFGS.*closure"):
+    with pytest.raises(HostOptimizerError, match="LBFGS.*closure"):
         host_engine(model, moment_free(model), HostOptimizer(lambda named: torch.optim.LBFGS(p for _, p in named)))

@@ -8,8 +8,7 @@ import pytest
 from tests.support import toy
 from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model
 from torchround.engine.device import CpuDevice
-from torchround.engine.reports import BundleUpdate, DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
-from torchround.engine.timeline import TaskKind
+from torchround.engine.reports import Span, SpanKind, StageReport, costs_from_reports
 from torchround.keeping import keep
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.partition import Stage, StageKind, StageTask
@@ -19,7 +18,7 @@ COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for 
 
 def reports_of(steps):
     reports = []
-    with toy_engine(one_layer_a_stage(7), 2) as engine:
+    with toy_engine(PARTITIONS["one layer a stage"], 2) as engine:
         for micro_batches in toy_batches(steps, micro_batches=3):
             result = engine.forward_backward(micro_batches)
             engine.step(1e-2)
@@ -91,7 +90,7 @@ def test_bytes_names_and_the_heads_proportion_stay_as_counted():
 
 def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_not_count():
     def update(*seconds):
-        return [BundleUpdate(layer, 10.0 * layer, 10.0 * layer + s) for layer, s in seconds]
+        return [Span(SpanKind.UPDATE, At(0.0), At(s), layers=range(layer, layer + 1)) for layer, s in seconds]
 
     updates = [update((0, 1.0), (3, 0.25)), [], update((0, 2.0), (0, 1.0), (3, 0.5)), update((0, 2.0), (3, 0.25))]
     costs = costs_from_reports(COUNTED, reports_of(1), updates)
@@ -102,22 +101,22 @@ def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_no
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does_not_count(keeps):
     """A mean would give each layer 34 s in place of 2 s or 4 s. The recomputation of a layer that keeps is no sample."""
-    partition = one_layer_a_stage(7)
+    partition = PARTITIONS["one layer a stage"]
     samples_s = {
-        TaskKind.FORWARD: (1.0, 2.0, 99.0),
-        TaskKind.BACKWARD: (3.0, 4.0, 95.0),
-        TaskKind.FUSED: (96.0, 3.0, 1.0),
+        SpanKind.FORWARD: (1.0, 2.0, 99.0),
+        SpanKind.BACKWARD: (3.0, 4.0, 95.0),
+        SpanKind.FUSED: (96.0, 3.0, 1.0),
     }
     kinds = {
-        StageKind.FORWARD: [TaskKind.FORWARD],
-        StageKind.FUSED: [TaskKind.FUSED],
-        StageKind.BACKWARD: [TaskKind.RECOMPUTE, TaskKind.BACKWARD],
+        StageKind.FORWARD: [SpanKind.FORWARD],
+        StageKind.FUSED: [SpanKind.FUSED],
+        StageKind.BACKWARD: [SpanKind.RECOMPUTE, SpanKind.BACKWARD],
     }
-    samples_s[TaskKind.RECOMPUTE] = (0.0,) * 3 if keeps else samples_s[TaskKind.FORWARD]
+    samples_s[SpanKind.RECOMPUTE] = (0.0,) * 3 if keeps else samples_s[SpanKind.FORWARD]
     reports = []
     for slot, stage in enumerate(partition.stages()):
         for sample in range(3):
-            spans = tuple(DeviceSpan(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind])
+            spans = tuple(Span(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind])
             task = StageTask(slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1))
             reports.append(StageReport(task, None, At(0.0), 0.0, spans, 0, 0))
     counted = Costs(tuple(replace(layer, keepable=(KeptCost("down", 8, 0.25),)) for layer in COUNTED.layers))
@@ -144,11 +143,11 @@ def test_each_layer_is_a_span_of_its_own_under_any_plan_and_the_results_are_the_
             )
             assert all(len(span.layers) == 1 for report in reports for span in report.spans)
         found.append((loss, engine.store.named_views()))
-    inner = [TaskKind.FORWARD, TaskKind.BACKWARD]
+    inner = [SpanKind.FORWARD, SpanKind.BACKWARD]
     assert spans == {
         **{(kind, layer): 3 for kind in inner for layer in range(6)},
-        **{(TaskKind.RECOMPUTE, layer): 3 for layer in range(sum(partition.backward))},
-        (TaskKind.FUSED, 6): 3,
+        **{(SpanKind.RECOMPUTE, layer): 3 for layer in range(sum(partition.backward))},
+        (SpanKind.FUSED, 6): 3,
     }
     assert found[0][0] == found[1][0]
     assert_same_state(*(views for _, views in found))
@@ -159,16 +158,16 @@ def test_a_layer_that_runs_again_in_its_backward_is_not_counted_twice():
     stage = Stage(StageKind.BACKWARD, 0, 3)
     task = StageTask(slot=0, device=0, round=0, stage_index=2, stage=stage, micro_batches=range(1))
     spans = tuple(
-        DeviceSpan(kind, At(0.0), At(seconds), layers=range(layer, layer + 1))
+        Span(kind, At(0.0), At(seconds), layers=range(layer, layer + 1))
         for layer in range(3)
-        for kind, seconds in ((TaskKind.RECOMPUTE, 1.0 + layer), (TaskKind.BACKWARD, 10.0))
+        for kind, seconds in ((SpanKind.RECOMPUTE, 1.0 + layer), (SpanKind.BACKWARD, 10.0))
     )
     head = StageReport(
         replace(task, stage=Stage(StageKind.FUSED, 3, 4)),
         None,
         At(0.0),
         0.0,
-        (DeviceSpan(TaskKind.FUSED, At(0.0), At(3.0), layers=range(3, 4)),),
+        (Span(SpanKind.FUSED, At(0.0), At(3.0), layers=range(3, 4)),),
         0,
         0,
     )

@@ -19,8 +19,8 @@ from tests.support.toy import (
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.device import DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
+from torchround.engine.reports import SpanKind
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.timeline import TaskKind
 from torchround.optim import make_optimizer
 from torchround.planning.costs import Costs, LayerCost
 from torchround.simulate.dispatch import dispatch_tasks
@@ -113,7 +113,7 @@ def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(p
     free = [slot for slot in range(len(stages) + num_devices * len(results)) if slot not in stages]
     for step, made in enumerate(results[: len(results) - delay]):
         for slot in free[num_devices * step : num_devices * (step + 1)]:
-            landed = [each.layer for each in made.update().directions if each.device == slot % num_devices]
+            landed = [span.layers.start for device, span in made.update().directions if device == slot % num_devices]
             in_slots.append((slot, [("orthogonalise", layer, layer + 1) for layer in landed]))
     in_slots.sort()
     layers = [LayerCost(name, 1.0, 1.0, job_s=float(name in model.names[1:-1])) for name in model.names]
@@ -132,5 +132,5 @@ def stage_of(stage):
 
 def is_first_of_stage(task, device):
     """Tell whether a simulated task is the first micro-batch of a stage of this device, or one of its jobs."""
-    kinds = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.ORTHOGONALISE)
+    kinds = (SpanKind.FORWARD, SpanKind.FUSED, SpanKind.BACKWARD, SpanKind.ORTHOGONALISE)
     return task.device == device and task.kind in kinds and task.micro_batch <= 0

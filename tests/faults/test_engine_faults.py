@@ -255,7 +255,7 @@ def run(fault, store, bomb):
                 results.append(engine.forward_backward(batch))
                 engine.step(1e-2)
                 if fault.site == "validation" and step == 1:
-                    with store.true_device_weights():
+                    with engine.true_device_weights():
                         engine.evaluate(VALIDATION).loss()
                 bomb("caller")
             engine.drain()

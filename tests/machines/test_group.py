@@ -137,8 +137,12 @@ class Gloo:
 
 def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ended():
     group = Gloo()
-    explain = lambda error, peer, what: MachineError(f"{error} {what}")
-    channel = Channel(group, explain, lambda: group.looks == 3)
+
+    class Machines:
+        is_aborted = property(lambda self: group.looks == 3)
+        explain = staticmethod(lambda error, peer, what: MachineError(f"{error} {what}"))
+
+    channel = Channel(group, Machines())
     with pytest.raises(MachineError, match="timed out! the losses"):
         channel.gather(0, "the losses")
     assert group.looks == 3, "it waits on while the group lives"

@@ -85,12 +85,11 @@ def test_long_values_that_differ_in_their_end_alone_differ():
     assert first == second and "data.sources" in first
 
 
-def test_many_differences_are_counted_and_other_versions_named(monkeypatch):
+def test_other_versions_are_named(monkeypatch):
     versions = iter(["0.1", "0.2"])
     monkeypatch.setattr(launch, "version", lambda package: next(versions))
-    other = config_with(**OTHER, run={"seed": 1}, lr_schedule={"warmup_steps": 1}, lora={"rank": 2, "alpha": 3.0})
-    first, second = Launch().join([config_with(), other])
-    assert first == second and "version of torchround: 0." in first and first.endswith("\n  and 2 more")
+    first, second = Launch().join([config_with()] * 2)
+    assert first == second and "version of torchround: 0." in first
 
 
 def test_several_processes_on_one_host_are_refused_unless_they_may_share_it():
@@ -110,7 +109,7 @@ def test_a_later_attempt_in_the_same_store_takes_nothing_from_the_one_before():
 
 
 def test_machines_that_do_not_come_are_counted_and_named():
-    text = "2 of 3 machines came within 4 s: machine 0 (node0), machine 1 (node1); missing: 2. See their logs for why"
+    text = "2 of 3 machines came within 4 s; missing: 2. See their logs for why"
     assert Launch().join([config_with()] * 2, size=3, start_timeout_s=4.0) == [text] * 2
 
 

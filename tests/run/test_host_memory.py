@@ -11,11 +11,11 @@ from tests.support.processes import run_program
 from torchround.config import EngineTable, TrainingTable
 from torchround.config.optimizer_tables import optimizer_tables
 from torchround.engine.engine import Engine
-from torchround.engine.reports import one_layer_a_stage
 from torchround.engine.settings import EngineSettings
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.planning.memory import PROGRAM_BYTES
+from torchround.planning.partition import Partition
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
@@ -38,7 +38,8 @@ def train(optimizer, state, update, measure):
     store = build_store(model, numbers, HARDWARE)
     store.initialize(model, seed=0)
     settings = EngineSettings(clip="layer" if update == "bounded" else "global")
-    parts = model, store, HARDWARE.make_devices(), one_layer_a_stage(len(model.layers))
+    blocks = (1,) * (len(model.layers) - 1)
+    parts = model, store, HARDWARE.make_devices(), Partition(blocks, 1, blocks)
     with Engine(*parts, optimizer=table, settings=settings) as engine:
         engine.forward_backward([micro_batch])
         engine.step(1e-3)

@@ -31,9 +31,6 @@ class FinishedStep:
     def update(self):
         return SimpleNamespace(grad_norm=0.5, skipped=self.skipped, seconds=0.25, peers_wait_s=0.5, sent_bytes=2**29)
 
-    def weight_drift(self):
-        return int(self.busy_s == 1.0)
-
     def by_device(self, figure, num_devices):
         idle_s = IdleSeconds(0.0, 0.0, 0.0)
         slot = SimpleNamespace(busy_s=self.busy_s, uploaded_bytes=2**30, downloaded_bytes=0, idle_s=idle_s)
@@ -85,9 +82,6 @@ def test_figures_of_devices_and_optimizer_are_means_per_step():
     assert found.busy_s == (1.5, 1.5) and found.uploaded_gib == (1.0, 1.0) and found.optimizer_s == 0.25
     assert found.bubble == 1 - 3.0 / 4.0
     assert found.skipped_steps == 5 and (found.host_allocations, found.host_pool_gib) == (3, 1.0)
-    assert found.weight_drift == 1
-    meter.add(FinishedStep(3.0), 10)
-    assert record(meter).weight_drift == 0
 
 
 def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite():

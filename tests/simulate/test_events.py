@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.support.published_models import PARTITIONS, by_night, published_costs, published_partition
 from tests.support.random_costs import costs as random_costs
 from tests.support.random_costs import exact_step_s, partitions
-from torchround.engine.timeline import Task, TaskKind, trace_events
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.partition import Partition
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import SAME_MOMENT_S, ScheduleDeadlockError, simulate, steady_state
+from torchround.simulate.timeline import Task, TaskKind, trace_events
 
 QWEN_1_7B, LLAMA_8B, GPT_OSS, QWEN_32B, QWEN_235B = PARTITIONS
 

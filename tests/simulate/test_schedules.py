@@ -7,11 +7,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.published_models import PARTITIONS, published_costs, published_partition
-from torchround.engine.timeline import TaskKind
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.partition import Partition
 from torchround.simulate.bound import ScheduleError, SimulationSetup, fastest_split
 from torchround.simulate.schedules import RULES, simulate_schedule
+from torchround.simulate.timeline import TaskKind
 
 pytestmark = pytest.mark.thorough
 QWEN_1_7B, LLAMA_8B, *_, QWEN_235B = PARTITIONS

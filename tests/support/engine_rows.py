@@ -105,14 +105,14 @@ devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds 
 # Pairs that the engine refuses, and a word of what it says.
 REFUSED = (
     ("cut", "one", "update", "stale", "stale_layers"),
-    ("kept", "all", "update", "stale", "keep activations"),
+    ("kept", "all", "update", "stale", "keep nothing"),
     ("clip", "global", "update", "bounded stale", "global norm"),
     ("dtype", "fp16", "update", "bounded stale", "float16"),
-    ("machines", "2 3", "optimizer", "torch", "one machine"),
-    ("optimizer", "muon muon8", "update", "bounded stale", "need the devices"),
-    ("optimizer", "muon muon8", "update", "predict", "tells the next step"),
-    ("optimizer", "torch", "update", "bounded stale", "layer by layer"),
-    ("optimizer", "torch", "update", "predict", "moments"),
+    ("machines", "2 3", "optimizer", "torch", "fit several machines"),
+    ("optimizer", "muon muon8", "update", "bounded stale", "muon.s after it"),
+    ("optimizer", "muon muon8", "update", "predict", "predicts the next step"),
+    ("optimizer", "torch", "update", "bounded stale", "fit bounded updates"),
+    ("optimizer", "torch", "update", "predict", "fit predicted device weights"),
 )
 
 POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED, "stale": BOUNDED}

@@ -348,7 +348,7 @@ class TraceTable(Table):
     """Timelines of chosen steps, which show how time and memory are spent."""
 
     steps: Many[PositiveInt] = ()
-    """Steps, counted from 1, to write to `trace/` in the run's folder with their neighbours. One too late is a warning."""
+    """Steps, counted from 1, to write to `trace/` in the run's folder. Steps in a row share a file. One too late is a warning."""
 
     profiler: bool = False
     """Also write what `torch.profiler` records: operators, kernels, copies, allocations. It slows the steps."""

@@ -1,8 +1,16 @@
 """The engine: trains a model whose state is in host memory, with devices that keep nothing between stages.
 
-Read `program.py` first: the tasks of a step in order, with the memory that each reads and writes. `tasks.py` derives from
-it who waits for whom. `engine.py` is the controller, whose calls emit tasks. Their work is in `worker/` (one thread for each
-device), `update.py` (the optimizer's thread), `saver.py` and `exchange.py` (other machines). Values that are made once
-belong to a pass, and so does what a caller gets back (`passes.py`). The memory itself: `store/` on the host, `device.py`
-on devices. `watchdog.py` notices hangs.
+Where to look (`docs/engine.md` explains it):
+
+- Who writes a weight, and when: `program.py` lists every task of a step with the memory that it reads and writes. Writers
+  outside steps are listed at `HostStore.derive_device_weights` (`store/host_store.py`).
+- Who waits for whom: `tasks.py` derives it from the program. Values that are made once are in `passes.py`, the waits in `board.py`.
+- Where a hang is noticed and reported: `watchdog.py`, by the caller's thread while it waits. The error is `HangError` (`errors.py`).
+- What a fault does: `board.py` keeps the first one and stops all waits, `Engine._stop` (`engine.py`) ends the threads.
+- What a new mode changes: its policy (`store/bundles.py`), its place in `program.py`, what its tasks do (`update.py`), what it
+  cannot do (`settings.py`). Outside: its name (`config/config.py`), and what plans know of it (`planning/stage_times.py`).
+- What a device does: `worker/device_worker.py` runs the stages, `worker/transfers.py` moves what they need, `device.py` has the
+  streams. The optimizer's work is in `update.py`, saves in `saver.py`, other machines in `exchange.py`.
+- What a caller gets back: `StepResult` (`passes.py`) and its figures (`reports.py`).
+- Where memory comes from: `store/host_memory.py` on the host, reserved by `buffer_reservation.py`.
 """

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -22,8 +23,8 @@ import torch
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
-from torchround.engine.buffer_reservation import BufferReservation, ValueSizes
-from torchround.engine.device import Device
+from torchround.engine.buffer_reservation import BufferReservation, PassShape, ValueSizes
+from torchround.engine.device import Device, PastEvent
 from torchround.engine.errors import (
     MIXED,
     EngineError,
@@ -33,9 +34,10 @@ from torchround.engine.errors import (
     Stopped,
 )
 from torchround.engine.exchange import StepExchange
-from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, Passes, StepResult
+from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, StepResult, check_batches
 from torchround.engine.program import Program
-from torchround.engine.saver import PendingSave, SaveSource
+from torchround.engine.reports import UpdateReport
+from torchround.engine.saver import Save
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
@@ -44,6 +46,7 @@ from torchround.engine.tasks import Task, Worker
 from torchround.engine.update import Updater
 from torchround.engine.watchdog import Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
+from torchround.engine.worker.slots import Packing, fill
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
@@ -53,6 +56,8 @@ from torchround.planning.partition import Partition, Stage, StageTask, evaluatio
 
 T = TypeVar("T")
 
+# The next step is dispatched while one runs; more would only hold more boundary activations.
+MOST_PASSES_UNDER_WAY = 2
 # Time that ending allows for all threads together, and then for each bundle of an update under way. A thread
 # inside a computation cannot be interrupted; it is a daemon and ends with the process.
 JOIN_S = 30.0
@@ -61,8 +66,7 @@ JOIN_S = 30.0
 class Engine:
     """A trainer of a layered model whose state is in a `HostStore`, on any number of devices.
 
-    Raises `EngineUsageError` for calls in a wrong order, `PipelineError` for faults inside the pipeline.
-    Use as a context manager, or call `close`.
+    Raises `EngineUsageError` for calls in a wrong order, `PipelineError` for faults inside. Use it as a context manager.
     """
 
     def __init__(
@@ -77,39 +81,34 @@ class Engine:
         observer: Observer | None = None,
         machines: MachineGroup | None = None,
     ) -> None:
-        self.settings = settings or EngineSettings()
-        self.settings.prepare(store, model, partition, optimizer)
+        self.settings = settings = settings or EngineSettings()
+        settings.prepare(store, model, partition, optimizer)
         self.model, self.store, self.partition = model, store, partition
         self.devices = list(devices)
         self._board = board = Board(observer)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
-        self._saves: list[PendingSave[Any]] = []
-        self._exchange = StepExchange(store, board, self.pool, machines, self._is_in_a_step)
+        self._saves: list[Save[Any]] = []
+        self._exchange = exchange = StepExchange(store, board, self.pool, machines, self._is_in_a_step)
         # Before anything is allocated on devices: it may refuse the optimizer.
-        self._updater = Updater(
-            store, board, self.pool, optimizer, self.settings, len(devices), self._exchange
-        )
+        self._updater = Updater(store, board, self.pool, optimizer, settings, len(devices), exchange)
         saver = Worker("torchround saver", "saver", board, saves=True)
-        queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
-        self._program = Program(
-            store, self._updater, saver, self._exchange, queues, self.settings.accumulates
-        )
-        kind, compiler = self.devices[0].torch_device.type, self.settings.compiler
-        sizes = ValueSizes(model, self.settings.kept, store.dtype.itemsize, kind, compiler is not None)
-        setup = WorkerSetup(store, board, self.pool, model, sizes, partition, queues, self.settings)
+        self._queues = queues = [Queue[DeviceJob](board, STAGE_JOB) for _ in devices]
+        self._program = Program(store, self._updater, saver, exchange, queues, settings.accumulates)
+        kind, compiler = self.devices[0].torch_device.type, settings.compiler
+        sizes = ValueSizes(model, settings.kept, store.dtype.itemsize, kind, compiler is not None)
+        setup = WorkerSetup(store, board, self.pool, model, sizes, partition, queues, settings)
         self._reservation = BufferReservation(
-            sizes, store, self.pool, self.devices, self._exchange.landing_buffers, self.settings.accumulates
+            sizes, store, self.pool, self.devices, exchange.landing_buffers, settings.accumulates
         )
         self._workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
-        others = [worker.thread for worker in (saver, self._updater, *self._exchange.workers)]
+        others = [worker.thread for worker in (saver, self._updater, *exchange.workers)]
         others += [worker.reader.thread for worker in self._workers if worker.reader is not None]
         self._threads = [*(worker.thread for worker in self._workers), *others]
-        self._watchdog = Watchdog(board, self._workers, others, self.settings.hang_timeout_s)
-        is_compiled = compiler is not None and compiler.is_required
-        synchronize = self._watchdog.synchronize
-        self._passes = Passes(
-            self._reservation, queues, board.observer, synchronize, self._wait_for, is_compiled
-        )
+        self._watchdog = Watchdog(board, self._workers, others, settings.hang_timeout_s)
+        self._is_compiled = compiler is not None and compiler.is_required
+        self._under_way: deque[StepResult] = deque()  # the results of the newest passes
+        self._num_passes = 0
+        self._updated = Value[UpdateReport](UPDATED, store.step)  # of the newest step
         self._is_stopped = False
         self._stop_lock = threading.Lock()
         try:
@@ -119,7 +118,7 @@ class Engine:
             self._stop()  # gives back what was allocated on the devices that had room
             raise
         choose_kernels()
-        self._exchange.start()
+        exchange.start()
         atexit.register(self._stop_at_exit, os.getpid())
         for thread in self._threads:
             thread.start()
@@ -130,24 +129,23 @@ class Engine:
             passes = self._reservation.reserve_run(
                 shapes, self.partition, self.settings.rounds, self._program.next_step, validates
             )
-            self._passes.prepare(*passes)
+            for queue in self._queues:
+                queue.put(*passes)
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], share: StepShare | None = None, num_labels: int | None = None
     ) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
 
-        The loss is divided by `num_labels`, by default the number of non-ignored labels of the whole step. Returns
-        once the tasks are handed out; at most two passes are under way at a time. `step` must follow before the next
-        one, unless the engine `accumulates`: then each call until `step` adds its gradient to that of the step.
-
-        On several machines, all call this with their own `share` of the step (`step_share`), the micro-batches that
-        it names, which may be none, and `num_labels` of the whole step.
+        The loss is divided by `num_labels`, by default the number of non-ignored labels of the whole step. At most two passes
+        are under way at a time. `step` must follow before the next one, unless the engine `accumulates`: then each call until
+        `step` adds its gradient to that of the step. On several machines, all call this with their own `share` of the step
+        (`step_share`), the micro-batches that it names, which may be none, and `num_labels` of the whole step.
         """
         with self._call():
             if self._program.open_pass and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
-            self._passes.make_room(self._program.next_step)
+            self._make_room()
             share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
             share = share.after(self._program.rounds)
             num_devices, slot = len(self.devices), self._program.next_slot
@@ -159,13 +157,12 @@ class Engine:
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
             end = self._program.training_pass(pass_, tasks)
             self._program.hand_out()
-            return self._passes.track(pass_, tasks, end)
+            return self._track(pass_, tasks, end)
 
     def step(self, lr: float | None = None) -> None:
         """Hand the update with the gradients of `forward_backward` to the optimizer worker. Does not wait.
 
-        A `HostOptimizer` steps with its groups' hyperparameters as they are now; an `lr` replaces their learning rate
-        in this step.
+        A `HostOptimizer` steps with its groups' hyperparameters as they are now, with an `lr` in place of their own.
         """
         with self._call():
             if not self._program.open_pass:
@@ -189,10 +186,9 @@ class Engine:
 
     def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
         with self._call():
-            if self._program.open_pass and not self.settings.accumulates:
-                call = "forward" if gives_outputs else "evaluate"
-                raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
-            self._passes.make_room(self._program.next_step)
+            if not self.settings.accumulates:
+                self._require_no_open_step("forward" if gives_outputs else "evaluate")
+            self._make_room()
             self._program.hand_out(late=True)
             stages = self.forward_stages if gives_outputs else None
             num_devices, slot = len(self.devices), self._program.next_slot
@@ -200,20 +196,18 @@ class Engine:
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._program.evaluation(pass_, tasks)
             self._program.hand_out()
-            return self._passes.track(pass_, tasks)
+            return self._track(pass_, tasks)
 
-    def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
+    def save(self, write: Callable[[Save[T]], T]) -> Save[T]:
         """Save the store as it is after the last dispatched step: calls `write` on the saver's thread. Does not wait.
 
-        Training continues meanwhile; a bundle's next update waits until `write` reports that it has read the
-        bundle. Saves are made one after the other. If `write` waits for `PendingSave.may_publish`, the caller
-        must call that before the engine ends.
+        A bundle's next update waits until `write` reports that it has read the bundle. Saves are made one after the other.
+        If `write` waits for `Save.may_publish`, the caller must call that before the engine ends.
         """
         with self._call():
-            if self._program.open_pass:
-                raise EngineUsageError("save() was called between forward_backward() and step()")
+            self._require_no_open_step("save")
             self._program.hand_out(late=True)
-            save = PendingSave(self.store, self._board, write, self._wait_for)
+            save = Save(self.store, self._board, write, self._wait_for)
             save.task = self._program.save(save.run)
             self._program.hand_out()
             # A long run must not keep every save that ended.
@@ -225,7 +219,8 @@ class Engine:
         with self._call():
             self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
             self._program.hand_out(late=True)
-            self._passes.wait()
+            for result in self._under_way:
+                result.wait()
             for worker in (self._updater, *self._exchange.workers):
                 if worker.last is not None:
                     self._watchdog.wait_for(worker.last)
@@ -237,27 +232,20 @@ class Engine:
         Afterwards the device weights are as before, bit for bit: predictions, or older ones of stale layers.
         """
         self.drain()
-        with self._call():
-            if self._program.open_pass:
-                raise EngineUsageError(
-                    "true_device_weights() was called between forward_backward() and step()"
-                )
-        under_way = [self._begin_rewrite()]
-
-        def share() -> None:
-            under_way[-1].finish(self._board)
-            with self._call():
-                self._program.share_rewritten()
-                self._program.hand_out()
-
+        self._require_no_open_step("true_device_weights")
+        task, observer, is_whole = self._begin_rewrite(), self._board.observer, False
+        kept = self.store.write_true_weights(observer)
         try:
-            with self.store.true_device_weights(self._board.observer, share):
-                try:
-                    yield
-                finally:  # evaluations may still read, also after an exception
-                    under_way.append(self._begin_rewrite())
+            self._end_rewrite(task)
+            yield
+            is_whole = True
         finally:
-            under_way[-1].finish(self._board)
+            try:
+                task = self._begin_rewrite()  # evaluations may still read, also after an exception
+            finally:
+                self.store.restore_device_weights(kept, observer)  # a fault has ended all readers
+            # Not after an exception: the other machines may never come to the end of the block.
+            self._end_rewrite(task, shares=is_whole)
 
     def _begin_rewrite(self) -> Task:
         with self._call():
@@ -265,6 +253,13 @@ class Engine:
             for access in task.accesses:
                 access.begin(self._board, self._watchdog.wait_for_access)
             return task
+
+    def _end_rewrite(self, task: Task, shares: bool = True) -> None:
+        task.finish(self._board)
+        if shares:
+            with self._call():
+                self._program.share_rewritten()
+                self._program.hand_out()
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
@@ -292,16 +287,85 @@ class Engine:
                 self.drain()
         self._stop()
 
-    def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
-        # From the first backward of a step on no layer is stale.
-        stale_layers = 0 if self._program.open_pass else self.store.stale_layers
-        return self._passes.make(batches, tasks, self._program.next_step, stale_layers, **facts)
+    def _require_no_open_step(self, call: str) -> None:
+        if self._program.open_pass:
+            raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
+
+    # Passes.
+
+    def _make_room(self) -> None:
+        """Wait for the pass before the last. The next pass belongs to the next step, whose update cannot be waited for yet."""
+        while len(self._under_way) >= MOST_PASSES_UNDER_WAY:
+            result = self._under_way.popleft()
+            # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
+            is_last = result.step < min(self._program.next_step, self._under_way[0].step)
+            result.wait()
+            if is_last:
+                result.update()  # even if that pass is an evaluation
+            elif result.end is not None:
+                self._wait_for(result.end)
+
+    def _make_pass(
+        self,
+        batches: Sequence[Batch],
+        tasks: list[StageTask],
+        *,
+        share: StepShare | None = None,
+        num_labels: int | None = None,
+        gives_outputs: bool = False,
+    ) -> Pass:
+        """Make the next pass, with all that it needs reserved and in the pool. Only a training pass has a `share`."""
+        step = self._program.next_step
+        if tasks:  # otherwise this machine has no part in the step
+            check_batches(batches, self._is_compiled)
+        if num_labels is None:
+            num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
+        packings = [Packing.of(batch.tensors()) for batch in batches]
+        shape = PassShape.of(
+            tasks,
+            [batch.shape for batch in batches],
+            [packing.nbytes for packing in packings],
+            # From the first backward of a step on no layer is stale.
+            0 if self._program.open_pass else self.store.stale_layers,
+            training=share is not None,
+            step=step,
+            gives_outputs=gives_outputs,
+        )
+        before = self._under_way[-1].shape if self._under_way else None
+        if before is not None and not self._reservation.knows_all(before):
+            # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
+            for result in self._under_way:
+                result.wait()
+        if tasks and self._reservation.reserve_for(shape, before):
+            # Each device allocates now what such passes need, so that later steps allocate nothing.
+            for queue in self._queues:
+                queue.put(shape)
+        if self._updated.numbers != (step,):
+            self._updated = Value(UPDATED, step)
+        # Each device uploads the micro-batches that it works on; the last one gives their host buffers back.
+        devices: list[set[int]] = [set() for _ in batches]
+        for task in tasks:
+            for m in task.micro_batches:
+                devices[m].add(task.device)
+        on_host = [self._copied(*each) for each in zip(batches, packings, map(len, devices), strict=True)]
+        self._num_passes += 1
+        return Pass(self._num_passes - 1, shape, self.store, num_labels, on_host, share, self._updated)
+
+    def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
+        """Copy a micro-batch's tensors into one pool buffer, for `readers` devices to upload."""
+        buffer = self.pool.take(packing.nbytes)
+        for event in buffer.busy:
+            self._watchdog.synchronize(event)
+        self._board.observer.touched(reads=(), writes=[buffer.memory])
+        fill(packing.views(buffer.memory), micro_batch.tensors())
+        return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.rebuild())
+
+    def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
+        self._under_way.append(StepResult(pass_, tasks, self.pool, self._wait_for, end))
+        return self._under_way[-1]
 
     def _wait_for(self, flag: Flag, words: object = None) -> None:
-        """Wait for a flag as a call of the user. What has happened already can be had even after a fault.
-
-        A loss or output has arrived on the host when this returns.
-        """
+        """Wait for a flag, and until a loss or output has landed. What has happened can be had even after a fault."""
         with self._call(is_known=flag.happened):
             if not flag.happened:
                 updated = flag.numbers[0] if isinstance(flag, Value) and flag.kind == UPDATED else -1
@@ -321,10 +385,7 @@ class Engine:
 
     @contextmanager
     def _call(self, is_known: bool = False) -> Iterator[None]:
-        """Run a call of the user, raising the engine's failure instead of hanging or returning as if all were well.
-
-        `is_known` says that the answer is known already; the user gets it even after the end.
-        """
+        """Run a call of the user. Raises the engine's failure, unless the answer `is_known` already."""
         if not is_known:
             self._raise_failure()
             if self._is_stopped:
@@ -334,8 +395,7 @@ class Engine:
         except Stopped:
             self._raise_failure()
             raise EngineUsageError("the engine was closed during this call") from None
-        # The call has its answer, but a fault came meanwhile, for example one that the
-        # update's second try overcame.
+        # The call has its answer, but a fault came meanwhile, such as one that the update's second try overcame.
         if not is_known:
             self._raise_failure()
 
@@ -364,7 +424,10 @@ class Engine:
             if failure is not None:
                 failure.add(f"still inside a computation, with its memory: {', '.join(sorted(busy))}")
             return
-        self._passes.keep()
+        # Losses and outputs leave the engine's pool, which is about to close. They may be missing after a fault.
+        for result in self._under_way:
+            with suppress(EngineUsageError, PipelineError, Stopped):
+                result.wait()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
         is_open = self._program.open_pass is not None and self.store.step == self._program.next_step
         if is_open and self._board.failure is None:
@@ -428,10 +491,9 @@ def forget_variables(error: BaseException | None, seen: set[int]) -> None:
 
 
 def choose_kernels() -> None:
-    """Let MKL choose its kernels for this processor, on one thread.
+    """Let MKL choose its kernels for this processor, which it does at a function's first call, on one thread.
 
-    It does so at a function's first call in the process. Two threads at their first call may get kernels that round in
-    different ways: 5 of 2400 fresh processes with four threads had other roots or logarithms in one of them.
+    Two threads at their first call may get kernels that round in different ways, as in 5 of 2400 fresh processes.
     """
     number = torch.ones(1)
     for function in (torch.sqrt, torch.exp, torch.log, torch.tanh, torch.erf, torch.sin, torch.cos):

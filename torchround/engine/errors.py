@@ -23,9 +23,8 @@ class HostMemoryError(EngineError):
 
     def __init__(self, nbytes: int, details: str) -> None:
         super().__init__(
-            f"the system refused {size_text(nbytes)} of host memory{details}. Other processes took it meanwhile, or a "
-            "limit of the process is lower than what is free (ulimit -v; vm.overcommit_memory). Lower "
-            "engine.host_memory_gib so that the plan keeps within it, or free memory"
+            f"the system refused {size_text(nbytes)} of host memory{details}. Lower engine.host_memory_gib, free memory, or "
+            "raise the limit of the process (ulimit -v; vm.overcommit_memory)"
         )
 
 
@@ -86,10 +85,9 @@ class HangError(PipelineError):
     def __init__(self, timeout_s: float, report: Sequence[str]) -> None:
         problem = (
             f"nothing moved for {timeout_s:g} s. Raise engine.hang_timeout_s if a stage takes that long for one "
-            "micro-batch, or the optimizer for one layer."
+            "micro-batch, or the optimizer for one layer.\n  What each thread waits for:"
         )
-        lines = [problem, "What each thread waits for:", *report]
-        super().__init__(FaultLocation("controller"), "\n  ".join(lines))
+        super().__init__(FaultLocation("controller"), "\n  ".join([problem, *report]))
         self.report = tuple(report)
 
 

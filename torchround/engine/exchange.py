@@ -1,16 +1,11 @@
 """What the machines of a run exchange: gradients to their owners, sums that all agree on, and weights back.
 
 Each part of a gradient goes to its bundle's owner in the dtype in which it was downloaded. The owner adds all parts in the
-order of their numbers, in fp32. Round `g` of all machines makes the parts that round `g` of one machine with as many rounds
-would make. So the sum has the same bits, whatever the number of machines and the order of arrival.
-
-Each owner sends the device weights that its update made to all. They arrive in the buffer of the new version itself. A step
-whose update does not apply sends nothing: each machine copies the versions by itself.
-
-Workers of their own send to each peer and receive weights from it, because they spend their time waiting for the network.
+order of their numbers, in fp32, so the sum has the same bits, whatever the number of machines and the order of arrival.
+Then it sends the device weights that its update made to all, into the buffer of the new version itself. Workers of their own
+send to each peer and receive weights from it, because they spend their time waiting for the network.
 """
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +22,7 @@ from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import PART, Buffer, Task, Worker
+from torchround.engine.tasks import PART, Buffer, Worker
 from torchround.machines import links
 from torchround.machines.group import MachineError, MachineGroup
 from torchround.machines.links import Purpose
@@ -65,10 +60,7 @@ class StepExchange:
         self._is_in_a_step = is_in_a_step
 
         def worker(name: str) -> Worker:
-            def fail(task: Task | None, error: BaseException) -> None:
-                self.failed(error, FaultLocation(name) if task is None else task.location)
-
-            return Worker(f"torchround {name}", name, board, fail)
+            return Worker(f"torchround {name}", name, board, self.failed)
 
         self.peers: Sequence[int] = () if group is None else group.peers
         # A peer that owns nothing gets no gradients and sends no weights.
@@ -81,30 +73,21 @@ class StepExchange:
         self._counted_bytes = self._sent_bytes()
 
     def start(self) -> None:
-        """Let the other machines learn of faults of this one, and this one of theirs, until the engine's end."""
         self._board.on_fault = self.fail
         if self._group is not None:
             self._group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
-        """Check the share of a step that the caller has `given`, or make that of a machine alone. Raises `EngineUsageError`."""
-        if given is None:
-            if self.peers:
-                raise EngineUsageError(
-                    "an engine on several machines needs the share of each step (`step_share`)"
-                )
-            # An empty batch has a share too, so that the engine can refuse it by its own message.
-            return step_share(max(num_micro_batches, 1), rounds, 0, 1)
-        if (given.machine, given.num_machines) != (self._rank, self._size):
+        """Return the share of a step that the caller has `given`, or make that of a machine alone. Raises `EngineUsageError`."""
+        if given is None and self.peers:
             raise EngineUsageError(
-                f"the share is of machine {given.machine} of {given.num_machines}, "
-                f"this is machine {self._rank} of {self._size}"
+                "on several machines an engine needs the share of each step (`step_share`)"
             )
-        if len(given.micro_batches) != num_micro_batches:
-            raise EngineUsageError(
-                f"the share has {len(given.micro_batches)} micro-batches, but {num_micro_batches} were given"
-            )
-        return given
+        # An empty batch has a share too, so that the engine can refuse it by its own message.
+        share = given or step_share(max(num_micro_batches, 1), rounds, 0, 1)
+        assert (share.machine, share.num_machines) == (self._rank, self._size), "a share of another machine"
+        assert given is None or len(given.micro_batches) == num_micro_batches, "a share of another batch"
+        return share
 
     # Gradients.
 
@@ -112,9 +95,7 @@ class StepExchange:
         """Add parts of a gradient to their sum in fp32, in the order of their numbers.
 
         The source of a part is the memory in which it landed, or the machine that made and sends it. Parts of different
-        machines are added chunk by chunk, and all machines send at once. If one whole part after the other was added,
-        all owners would wait for the same machine while the network of the others is idle. The order of additions to one
-        element is the same.
+        machines are added chunk by chunk: otherwise all owners would wait for the same machine while the others idle.
         """
         if len(bundle.layers) > 1 < len(parts):
             # Parts of one machine come one after the other over one link, so only one of each can be under way.
@@ -163,7 +144,6 @@ class StepExchange:
             self._send(bundle.owner, Purpose.GRADIENTS, self._landed(bundle, place), what)
 
     def all_losses(self, pass_: Pass, own: Sequence[float]) -> Sequence[float]:
-        """Return the loss sums of all machines' micro-batches, in the order of the batch."""
         if self._group is None:
             return own
         share, what = pass_.share, f"the losses of step {pass_.step}"
@@ -174,7 +154,6 @@ class StepExchange:
         return sums
 
     def all_squares(self, step: int, own: dict[int, float]) -> dict[int, float]:
-        """Return the squared norms of all machines' gradients, by the keys of `own`."""
         return own if self._group is None else self._gather(own, f"the norms of step {step}")
 
     def _gather(self, own: dict[int, float], what: str) -> dict[int, float]:
@@ -201,10 +180,7 @@ class StepExchange:
 
     @contextmanager
     def _waits(self, what: str, is_update: bool = False) -> Iterator[None]:
-        """Wait for another machine within the block; `what` names the wait. Raises `Stopped` if the engine stopped.
-
-        `is_update` says that the optimizer's thread waits.
-        """
+        """Wait for another machine within the block; `is_update` says that the optimizer's thread does. Raises `Stopped`."""
         self._board.raise_if_stopped()
         begin_s = time.perf_counter()
         with self._board.waits(f"waits for {what}"):
@@ -241,9 +217,8 @@ class StepExchange:
 
     def failed(self, error: BaseException, location: FaultLocation | None = None) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
-        self._board.fail(
-            self.located(error) or PipelineError.of(error, location or FaultLocation("exchange"))
-        )
+        location = location or FaultLocation("exchange")
+        self._board.fail(self.located(error) or PipelineError.of(error, location))
 
     def located(self, error: BaseException) -> PipelineError | None:
         """Return the fault of another machine as the engine's, None for any other error."""
@@ -263,8 +238,7 @@ class StepExchange:
     def stop(self, failure: PipelineError | None) -> None:
         """Wake the threads that wait for other machines. The engine's board has stopped, because of `failure` if any.
 
-        Only an abort wakes a thread inside gloo. Between steps there is none, and the group lives on. In the middle of
-        a step the others wait for this machine, even if none of its own threads is inside gloo.
+        Only an abort wakes a thread inside gloo. Between steps there is none, and the group lives on.
         """
         if self._group is None or not self._is_in_a_step():
             return
@@ -276,10 +250,9 @@ class StepExchange:
 def _make_landings(store: HostStore, pool: HostPool) -> tuple[Counter[int], dict[tuple[int, int], Buffer]]:
     """Take the host memory in which parts of gradients land before they are added up or sent. Counts the buffers too.
 
-    On one machine each use of a bundle has a buffer. Of several machines each would hold a whole round of gradients in
-    that way, because the network may be far behind the devices. So bundles of one size land in a few places in turn, each
-    once the part before it is taken. Bundles that several layers share are few, and their parts wait for each other at the
-    owner, so their uses have buffers there too.
+    On one machine each use of a bundle has a buffer, and so have shared bundles of several machines. Others would hold a
+    whole round of gradients in that way, because the network may be far behind the devices. So those of one size land in a
+    few places in turn, each once the part before it is taken.
     """
     summed = [bundle for bundle in reversed(store.trained) if bundle.adds_up]  # as they land
     sizes = {bundle.index: whole_pages(bundle.numel * store.gradient_dtype.itemsize) for bundle in summed}
@@ -301,15 +274,11 @@ def _make_landings(store: HostStore, pool: HostPool) -> tuple[Counter[int], dict
 # Before the first step.
 
 
-def share_weights(
-    store: HostStore, group: MachineGroup, advance: Callable[[int], object] = lambda num_bytes: None
-) -> None:
+def share_weights(store: HostStore, group: MachineGroup) -> None:
     """Give every machine all versions of all device weights, bit for bit. All machines call this alike, between steps.
 
-    Every machine has filled what it owns, from a checkpoint, from pretrained weights or from a seed. Frozen weights are
-    on every machine already, each by its own means. Those that differ from their owner's are sent too: unlike processors
-    may draw unlike initial weights from one seed. `advance` receives the bytes of each tensor that this machine has
-    received, from one thread at a time. Raises `MachineError`.
+    Every machine has filled what it owns and its frozen weights. Those that differ from their owner's are sent too: a machine
+    may have read its own part of a checkpoint only. Raises `MachineError`.
     """
     ours = [
         # 128 bits of the frozen weights that are in memory.
@@ -320,7 +289,6 @@ def share_weights(
     ]
     each = group.channel("start").gather(ours, "checksums of the frozen weights")
     unlike = [{b.index for b in store.bundles if found[b.index] != each[b.owner][b.index]} for found in each]
-    advancing = threading.Lock()
 
     def messages(owner: int, receiver: int) -> Iterator[tuple[Tensor, str]]:
         """Yield what `owner` sends to `receiver`, in the order of the next forward."""
@@ -336,14 +304,5 @@ def share_weights(
     def receive(peer: int) -> None:
         for weights, what in messages(peer, group.rank):
             group.link(peer, Purpose.WEIGHTS).receive(weights, what)
-            with advancing:
-                advance(weights.nbytes)
 
     group.with_each_peer(send, receive)
-
-
-def received_bytes(store: HostStore) -> int:
-    """Return the bytes of trained weights that `share_weights` brings to this machine."""
-    return sum(
-        weights.nbytes for bundle in store.trained if bundle.is_remote for weights in bundle.device_weights
-    )

@@ -1,34 +1,29 @@
 """A pass: one batch's trip through the pipeline, the values that it makes, and the result that its caller gets."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Flag, Observer, Queue, Value, Values
-from torchround.engine.buffer_reservation import BufferReservation, PassShape, forward_inputs
+from torchround.engine.board import Flag, Value, Values
+from torchround.engine.buffer_reservation import PassShape, forward_inputs
 from torchround.engine.device import Event, PastEvent
-from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Task
 from torchround.engine.worker.orthogonalise import DirectionJob
-from torchround.engine.worker.slots import Packing, Structure, fill, unflatten
+from torchround.engine.worker.slots import Packing, Structure, unflatten
 from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.planning.host_buffers import kept_cuts
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask
 
 T = TypeVar("T")
-
-# The next step is dispatched while one runs; more would only hold more boundary activations.
-MOST_PASSES_UNDER_WAY = 2
 
 # The kinds of values.
 BOUNDARY = "the input of layer {1} for micro-batch {2} of pass {0}"
@@ -41,39 +36,33 @@ SUMS = "the losses of pass {0} of all machines"
 UPDATED = "the update of step {0}"
 
 
+@dataclass(eq=False)
 class HostTensors:
     """Packed tensors on the host: a stage's input or its gradient, a micro-batch's integers, or a loss.
 
-    They are valid after `landed`; the last reader gives them back. `rebuild` makes a micro-batch from its uploaded tensors (`Batch.rebuild`).
+    They are valid after `landed`; the last of the `readers` gives the buffer back. `rebuild` makes a micro-batch from its
+    uploaded tensors (`Batch.rebuild`).
     """
 
-    def __init__(
-        self,
-        buffer: HostBuffer,
-        packing: Packing,
-        landed: Event,
-        readers: int,
-        rebuild: Callable[[Sequence[Tensor]], Batch] | None = None,
-    ) -> None:
-        self.packing = packing
-        self.rebuild = rebuild
-        self.landed = landed
-        self._buffer = buffer
-        self._readers = readers
-        self._reads: list[Event] = []
-        self._lock = threading.Lock()
+    buffer: HostBuffer
+    packing: Packing
+    landed: Event
+    readers: int
+    rebuild: Callable[[Sequence[Tensor]], Batch] | None = None
+    _reads: list[Event] = field(default_factory=list, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def memory(self) -> Tensor:
         """The bytes of the packing; empty after the end of the engine."""
-        return self._buffer.memory[: self.packing.nbytes]
+        return self.buffer.memory[: self.packing.nbytes]
 
     def reader_ends(self, event: Event, pool: HostPool) -> None:
         with self._lock:
             self._reads.append(event)
-            last = len(self._reads) == self._readers
+            last = len(self._reads) == self.readers
         if last:
-            pool.give(self._buffer, self._reads)
+            pool.give(self.buffer, self._reads)
 
     def read(self, pool: HostPool) -> list[Tensor]:
         """Copy the tensors, as one of the readers. Waits until they have landed."""
@@ -87,10 +76,10 @@ class Pass:
     """The facts that all stage jobs of a pass share, and the values that they make. These go with the pass.
 
     `step` counts the training steps before it. `version` is the weight version that it reads, except what
-    `version_read` says of `stale_layers`. `loss_factor` multiplies each token's loss before the backward pass:
-    it is the loss scale divided by `num_labels`. `forward_inputs` are the layers whose input a forward or fused stage takes
-    from the host, `backward_inputs` the layers whose input a backward stage takes. `share` is this machine's share of a
-    training step. The `results` are losses, or what the last layer returns in a pass that `gives_outputs`.
+    `version_read` says of `stale_layers`. `loss_factor`, the loss scale divided by `num_labels`, multiplies each token's loss.
+    `forward_inputs` are the layers whose input a forward or fused stage takes from the host, `backward_inputs` those of
+    backward stages. `share` is this machine's share of a training step. The `results` are losses, or what the last layer
+    returns in a pass that `gives_outputs`.
     """
 
     def __init__(
@@ -163,9 +152,8 @@ DeviceJob = PassShape | StageJob | DirectionJob
 class StepResult:
     """The result of a dispatched pass: its loss, what its devices measured and, for a training step, its update.
 
-    `step` is the number of training steps before the pass. `num_labels` is the number of labels that the loss counts, over
-    the whole pass: its divisor. Every method waits for what it needs, by `wait_for`. `end` is the task that ends a training
-    pass: its gradients and losses are then in the sums of the step.
+    `step` is the number of training steps before the pass, `num_labels` the divisor of its loss. Every method waits for what
+    it needs. After the task `end` of a training pass its gradients and losses are in the sums of the step.
     """
 
     def __init__(
@@ -232,18 +220,6 @@ class StepResult:
             self._reports = [self._wait(report) for report in self._enqueued]
         return self._reports
 
-    def weight_drift(self) -> int:
-        """Count the most versions between the weights of a layer's forward and those of its backward."""
-        forward: dict[tuple[int, int], int] = {}
-        drift = 0
-        for report in self.reports():
-            if report.task.stage.kind is StageKind.FORWARD:
-                forward |= report.versions
-            else:
-                found = (version - forward.get(use, version) for use, version in report.versions.items())
-                drift = max([drift, *map(abs, found)])
-        return drift
-
     def by_device(self, figure: Callable[[StageReport], float], num_devices: int) -> list[float]:
         sums = [0.0] * num_devices
         for report in self.reports():
@@ -251,7 +227,7 @@ class StepResult:
         return sums
 
     def wait(self) -> None:
-        """Wait until the losses or outputs are on the host and every stage task is enqueued; backward passes may still run."""
+        """Wait until losses or outputs are on the host and every stage is enqueued; backward passes may still run."""
         _ = self.outputs() if self.shape.gives_outputs else self.loss()
         self.reports()
 
@@ -267,139 +243,20 @@ def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
     return sum(loss_sums) / max(num_labels, 1)
 
 
-class Passes:
-    """The maker of an engine's passes, and the results of the newest ones.
-
-    `queues` are those of the devices. `synchronize` waits for an event of a device, `wait_for` for a flag, as a call of
-    the user. `is_compiled` says that the layers have to be compiled.
-    """
-
-    def __init__(
-        self,
-        reservation: BufferReservation,
-        queues: Sequence[Queue[DeviceJob]],
-        observer: Observer,
-        synchronize: Callable[[Event], None],
-        wait_for: Callable[[Flag], None],
-        is_compiled: bool,
-    ) -> None:
-        self._reservation = reservation
-        self._store = reservation.store
-        self._pool = reservation.pool
-        self._queues = queues
-        self._observer = observer
-        self._synchronize = synchronize
-        self._wait_for = wait_for
-        self._is_compiled = is_compiled
-        self._under_way: deque[StepResult] = deque()
-        self._num_made = 0
-        self._updated = Value[UpdateReport](UPDATED, self._store.step)  # of the newest step
-
-    def make(
-        self,
-        batches: Sequence[Batch],
-        tasks: list[StageTask],
-        step: int,
-        stale_layers: int,
-        *,
-        share: StepShare | None = None,
-        num_labels: int | None = None,
-        gives_outputs: bool = False,
-    ) -> Pass:
-        """Make a pass over `batches` after `step` training steps, with all that it needs reserved and in the pool.
-
-        A training step has a `share`. Raises `EngineUsageError`.
-        """
-        problem = problem_of(batches, self._is_compiled) if tasks else None
-        if problem is not None:
-            raise EngineUsageError(problem)
-        if num_labels is None:
-            num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
-        packings = [Packing.of(batch.tensors()) for batch in batches]
-        shape = PassShape.of(
-            tasks,
-            [batch.shape for batch in batches],
-            [packing.nbytes for packing in packings],
-            stale_layers,
-            training=share is not None,
-            step=step,
-            gives_outputs=gives_outputs,
-        )
-        before = self._under_way[-1].shape if self._under_way else None
-        if before is not None and not self._reservation.knows_all(before):
-            # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
-            self.wait()
-        # Without tasks this machine has no part in the step.
-        if tasks and self._reservation.reserve_for(shape, before):
-            self.prepare(shape)
-        if self._updated.numbers != (step,):
-            self._updated = Value(UPDATED, step)
-        # Each device uploads the micro-batches that it works on; the last one gives their host buffers back.
-        devices: list[set[int]] = [set() for _ in batches]
-        for task in tasks:
-            for m in task.micro_batches:
-                devices[m].add(task.device)
-        of_host = [self._copied(*each) for each in zip(batches, packings, map(len, devices), strict=True)]
-        self._num_made += 1
-        return Pass(self._num_made - 1, shape, self._store, num_labels, of_host, share, self._updated)
-
-    def prepare(self, *shapes: PassShape) -> None:
-        """Let every device allocate now what passes of these shapes need, so that later steps allocate nothing."""
-        for queue in self._queues:
-            queue.put(*shapes)
-
-    def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
-        """Copy a micro-batch's tensors into one pool buffer, for `readers` devices to upload."""
-        buffer = self._pool.take(packing.nbytes)
-        for event in buffer.busy:
-            self._synchronize(event)
-        self._observer.touched(reads=(), writes=[buffer.memory])
-        fill(packing.views(buffer.memory), micro_batch.tensors())
-        return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.rebuild())
-
-    def track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
-        """Make the result of the pass that was made last and is dispatched. A training pass has an `end`."""
-        self._under_way.append(StepResult(pass_, tasks, self._pool, self._wait_for, end))
-        return self._under_way[-1]
-
-    def make_room(self, step: int) -> None:
-        """Wait for the pass before the last. The next pass belongs to `step`, so its update cannot be waited for yet."""
-        while len(self._under_way) >= MOST_PASSES_UNDER_WAY:
-            result = self._under_way.popleft()
-            # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
-            is_last = result.step < min(step, self._under_way[0].step)
-            result.wait()
-            if is_last:
-                result.update()  # even if that pass is an evaluation
-            elif result.end is not None:
-                self._wait_for(result.end)
-
-    def wait(self) -> None:
-        for result in self._under_way:
-            result.wait()
-
-    def keep(self) -> None:
-        """Take losses and outputs out of the engine's pool, which is about to close. They may be missing after a fault."""
-        for result in self._under_way:
-            with suppress(EngineUsageError, PipelineError, Stopped):
-                result.wait()
-
-
-def problem_of(micro_batches: Sequence[Batch], is_compiled: bool) -> str | None:
-    """Describe what is wrong with the micro-batches of a pass. `is_compiled` says that layers have to be compiled."""
+def check_batches(micro_batches: Sequence[Batch], is_compiled: bool) -> None:
+    """Raise `EngineUsageError` if these make no pass. `is_compiled` says that layers have to be compiled."""
     if not micro_batches:
-        return "a pass needs at least one micro-batch"
-    if is_compiled and (others := {type(part).__name__ for part in micro_batches} - {MicroBatch.__name__}):
-        return (
-            f"compiled layers take a MicroBatch, not {', '.join(sorted(others))}; give the engine no compiler"
-        )
+        raise EngineUsageError("a pass needs at least one micro-batch")
+    others = {type(part).__name__ for part in micro_batches} - {MicroBatch.__name__}
+    if is_compiled and others:
+        names = ", ".join(sorted(others))
+        raise EngineUsageError(f"compiled layers take a MicroBatch, not {names}; give the engine no compiler")
     for index, micro_batch in enumerate(micro_batches):
         if problem := micro_batch.problem():
-            return f"micro-batch {index}: {problem}"
+            raise EngineUsageError(f"micro-batch {index}: {problem}")
     bounds = {part.max_documents for part in micro_batches if isinstance(part, MicroBatch)}
     if len(bounds) > 1:
-        return (
+        raise EngineUsageError(
             "all micro-batches of a pass must have the same max_documents, "
             f"but these have {sorted(map(str, bounds))}"
         )
-    return None

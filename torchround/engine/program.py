@@ -1,9 +1,26 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
 This file alone determines who writes what and when: the tasks wait for each other by the order of the calls here
-(`tasks.py`). Their work is in `update.py`, `saver.py`, `exchange.py` and `worker/`. The policies are places in this order
-(`docs/engine.md`, the program of a step). In `async` the update of an optimizer with directions is late: it comes between
-the forward and the backward of the next step.
+(`tasks.py`). The policies are places in this order (`docs/engine.md`).
+
+    task, in the order of a step      worker     reads                                       writes
+    a stage                           device     device weights                              gradient or a part of it
+    the sum of parts                  optimizer  parts of a gradient                         gradient
+    sending of gradients              peer       parts of a gradient
+    the stale device weights          optimizer  state                                       device weights (`bounded`)
+    the norm                          optimizer  gradient, state                             direction (look-ahead)
+    directions                        device                                                 direction
+    the decision                      optimizer  directions                                  decision, records
+    the optimizer (`HostOptimizer`)   optimizer                                              state, gradients, records
+    the update                        optimizer  gradient, direction, older device weights   state, new device weights
+    sending of weights                peer       decision, device weights
+    receiving of weights              peer       decision, older device weights              new device weights
+    the end                           optimizer                                              records
+    a save                            saver      records, state, device weights
+    the rewriting for a validation    caller     state                                       device weights, gradient
+
+State includes the fp32 weights. `HostStore.derive_device_weights` lists who writes weights before a step or between two.
+What the tasks do is in `worker/device_worker.py`, `update.py`, `exchange.py` (peers) and `saver.py`.
 """
 
 from collections import defaultdict, deque
@@ -43,8 +60,7 @@ class Program:
     """The tasks of an engine, in program order. Only the controller calls this.
 
     Tasks are declared one by one and handed out together at the end of each call, so that a stop cannot come between
-    the tasks of an update. `next_slot` and `next_step` come after all that is declared. `open_pass` is the newest call of
-    the step that waits for its `step()`, None if none does, and `rounds` are those of its calls.
+    the tasks of an update. `open_pass` is the newest call of the step that waits for its `step()`, `rounds` those of its calls.
     """
 
     def __init__(
@@ -135,8 +151,7 @@ class Program:
     def _takings(self, step: int, share: StepShare) -> Iterator[_Taking]:
         """Yield what takes the parts of gradients that one round of each machine makes, with this machine's round.
 
-        All machines have the same order, from the deepest bundle up, so the earliest parts that are not added yet never
-        wait for later ones.
+        All machines have the same order, from the deepest bundle up, so the earliest parts never wait for later ones.
         """
         machines = self._store.ownership.num_machines
         for local, first in enumerate(range(self.rounds, share.total_rounds, machines)):
@@ -262,10 +277,8 @@ class Program:
         self._emit(updater, "the end", step, partial(updater.finish, decision), writes=[self._records])
 
     def _direct(self, step: int, slot: int) -> None:
-        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn.
-
-        Devices without a bundle get an empty job, because a device takes every `num_devices`-th slot.
-        """
+        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn."""
+        # A device without a bundle gets an empty job, because it takes every `num_devices`-th slot.
         for first in range(self._num_devices) if self._directed else ():
             bundles = tuple(self._directed[first :: self._num_devices])
             task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
@@ -331,13 +344,12 @@ class Program:
     # Memory and workers.
 
     def hand_out(self, late: bool = False) -> None:
-        """Let the devices and workers run what is declared, with the rest of the newest step's program if it is `late`."""
+        """Let devices and workers run what is declared, with the rest of the newest step's program if it is `late`."""
         if late:
             self._declare_late(self.next_slot)
         jobs = sorted(self._jobs, key=lambda job: job.slot)
         for device, queue in enumerate(self._queues):
-            # Together: a device that had to wait for a direction job would first send off gradients, and those of this
-            # step land only after the job.
+            # Together: a device that waited for a direction job would first send off gradients, which land only after it.
             queue.put(*(job for job in jobs if job.slot % self._num_devices == device))
         for worker, tasks in self._host_tasks.items():
             worker.put(tasks)
@@ -348,7 +360,6 @@ class Program:
         return versions[version % len(versions)]
 
     def _landing(self, bundle: Bundle, use: int) -> Buffer:
-        """Return where a part of a bundle's gradient lands: as the whole sum, or in memory of parts."""
         return self._exchange.landings[bundle.index, use] if bundle.adds_up else self._gradients[bundle.index]
 
     def _emit(

@@ -2,64 +2,42 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
 from torchround.engine.device import Mark, Stream
-from torchround.engine.timeline import TaskKind
-from torchround.engine.worker.orthogonalise import LandedDirection
 from torchround.planning.costs import Costs
-from torchround.planning.partition import Partition, StageKind, StageTask
+from torchround.planning.partition import StageKind, StageTask
+
+
+class SpanKind(str, Enum):
+    """The kind of a span. FUSED is forward and backward in one, OFFLOAD and RELOAD are copies of activations."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FUSED = "fused"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    UPDATE = "update"
+    ORTHOGONALISE = "orthogonalise"
 
 
 @dataclass(frozen=True)
-class BundleUpdate:
-    """The time at which one bundle was updated, by `time.perf_counter`. `layer` is the first layer that uses it."""
-
-    layer: int
-    start_s: float
-    end_s: float
-
-
-@dataclass
-class UpdateReport:
-    """The outcome of an update, which its tasks fill in. `seconds` is the time the optimizer was busy on this step.
-
-    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
-    step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
-    under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
-    `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
-    of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
-    `peers_wait_s` is how long the optimizer waited for other machines, and `sent_bytes` what this machine has sent to
-    them since the step before. `directions` are those that this machine's devices have computed for it.
-    """
-
-    grad_norm: float = math.nan
-    skipped: bool = True
-    seconds: float = 0.0
-    bundles: tuple[BundleUpdate, ...] = ()
-    loss_scale: float = 1.0
-    fault: str = "not decided"
-    not_finite: tuple[int, ...] = ()
-    left_out: tuple[str, ...] = ()
-    loss: float = math.nan
-    peers_wait_s: float = 0.0
-    sent_bytes: int = 0
-    directions: tuple[LandedDirection, ...] = ()
-
-
-@dataclass(frozen=True)
-class DeviceSpan:
+class Span:
     """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
 
-    A stage that sends something in the middle of a micro-batch makes a span before and one after. `part_marks` are points
-    before and after each part that the layer can keep, with its name, in steps that measure.
+    Or one bundle's update, between two marks of the host; `layers` is then the first layer that uses it.
+    `part_marks` are points before and after each part that the layer can keep, with its name, in steps that measure.
     """
 
-    kind: TaskKind
+    kind: SpanKind
     start: Mark
     end: Mark
     stream: Stream = Stream.COMPUTE
@@ -69,7 +47,6 @@ class DeviceSpan:
     part_marks: tuple[tuple[str, Mark], ...] = ()
 
     def part_seconds(self) -> dict[str, float]:
-        """Sum up the seconds of each part by name. Waits until the device has passed its end."""
         seconds: dict[str, float] = defaultdict(float)
         for (name, start), (_, end) in zip(self.part_marks[::2], self.part_marks[1::2], strict=True):
             seconds[name] += end.seconds_since(start)
@@ -81,12 +58,33 @@ class DeviceSpan:
         return self.end.seconds_since(self.start)
 
 
-class IdleSeconds(NamedTuple):
-    """The seconds in which a device was idle because of a slot, by what it waited for.
+@dataclass
+class UpdateReport:
+    """The outcome of an update, which its tasks fill in. `seconds` is the time the optimizer was busy on this step.
 
-    `input` is an input or a gradient of a neighbouring stage, `weights` the upload of weights that the optimizer had
-    written, and `optimizer` that it writes them.
+    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this step's loss (1 except
+    in float16). `fault` says why the update was skipped, if not because of an overflow under a loss scale that can fall.
+    `not_finite` lists the micro-batches whose loss is not finite. `left_out` names the layers without an update in a step
+    that updated others (`bounded`). `loss` and norm are those of all machines, `bundles` this machine's own.
+    `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what went to them since the step before. `directions` are those that this machine's devices have computed for it, each with the device's index.
     """
+
+    grad_norm: float = math.nan
+    skipped: bool = True
+    seconds: float = 0.0
+    bundles: tuple[Span, ...] = ()
+    loss_scale: float = 1.0
+    fault: str = "not decided"
+    not_finite: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    loss: float = math.nan
+    peers_wait_s: float = 0.0
+    sent_bytes: int = 0
+    directions: tuple[tuple[int, Span], ...] = ()
+
+
+class IdleSeconds(NamedTuple):
+    """The seconds in which a device waited for an input or gradient, the upload of weights, or their update."""
 
     input: float
     weights: float
@@ -95,25 +93,20 @@ class IdleSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StageReport:
-    """The measurements of one stage slot on its device.
+    """The measurements of one stage slot on its device. Reading a time waits until the device has passed the slot.
 
-    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
-    marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
-    send them, because the optimizer had not written them yet. The bytes crossed the link while the device
-    worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
-
-    The marks are in the compute and upload streams, so on CUDA every time is the device's own. Reading a time waits until
-    the device has passed the slot. The busy and idle times add up to the span from `idle_since` to the slot's end.
+    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the arrival of
+    its weights. `update_wait_s` is how long the device's thread waited for the optimizer to write them. The bytes crossed the
+    link while the device worked on the slot. Busy and idle times add up to the span from `idle_since` to the slot's end.
     """
 
     task: StageTask
     idle_since: Mark | None
     weights_ready: Mark
     update_wait_s: float
-    spans: tuple[DeviceSpan, ...]
+    spans: tuple[Span, ...]
     uploaded_bytes: int
     downloaded_bytes: int
-    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def busy_s(self) -> float:
@@ -136,27 +129,21 @@ class StageReport:
         return IdleSeconds(before_s - weights_s + between_s, weights_s - optimizer_s, optimizer_s)
 
 
-def one_layer_a_stage(num_layers: int) -> Partition:
-    """Return the partition to measure costs with. It is also the one that needs the least device memory."""
-    return Partition((1,) * (num_layers - 1), 1, (1,) * (num_layers - 1))
-
-
 def costs_from_reports(
     counted: Costs,
     reports: Iterable[StageReport],
-    updates: Iterable[Sequence[BundleUpdate]] = (),
+    updates: Iterable[Sequence[Span]] = (),
     recompute: str = "stage",
 ) -> Costs:
     """Return `counted` with measured seconds in place of counted ones.
 
-    The reports come from an engine that `times_layers`, or from steps under `one_layer_a_stage`: each of their
-    spans is one layer's forward, recomputation or backward, or the head's forward and backward. Forwards that mark their
-    parts give the seconds of these; parts of other layers keep their counted share. `updates`
+    Each span of the reports is one layer's forward, recomputation or backward, or the head's forward and backward: the engine
+    `times_layers`, or its stages have one layer each. Forwards that mark their parts give the seconds of these. `updates`
     gives, for each step, the bundles that its update changed; empty for a skipped update. With
     `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span. `counted` also
     says what the layers kept in those steps: their recomputations were shorter than their forwards.
     """
-    samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
+    samples: dict[tuple[SpanKind, int], list[float]] = defaultdict(list)
     parts: list[dict[str, list[float]]] = [defaultdict(list) for _ in counted.layers]
     run_again: set[int] = set()
     for report in reports:
@@ -168,17 +155,17 @@ def costs_from_reports(
             index = span.layers.start if span.layers else stage.start
             for name, part_s in span.part_seconds().items():
                 parts[index][name].append(part_s)
-            if span.kind is TaskKind.RECOMPUTE and counted.layers[index].kept:
+            if span.kind is SpanKind.RECOMPUTE and counted.layers[index].kept:
                 continue
             # A recomputation of all is the same work as a forward.
-            kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
+            kind = SpanKind.FORWARD if span.kind is SpanKind.RECOMPUTE else span.kind
             samples[kind, index].append(span.seconds)
     # Medians, because the first step (caches, compilation) and other processes make
     # single samples far too long.
     seconds = {key: median(values) for key, values in samples.items()}
     layers = []
     for index, layer in enumerate(counted.layers[:-1]):
-        forward_s, backward_s = seconds[TaskKind.FORWARD, index], seconds[TaskKind.BACKWARD, index]
+        forward_s, backward_s = seconds[SpanKind.FORWARD, index], seconds[SpanKind.BACKWARD, index]
         if index in run_again:
             again = layer.recompute_s / layer.forward_s if layer.kept else 1.0
             backward_s = max(backward_s - forward_s * again, 0.0)
@@ -186,7 +173,7 @@ def costs_from_reports(
         layers.append(layer.timed(forward_s, backward_s, of_parts))
     # The head's slot runs forward and backward in one go: split it in the counted proportion.
     head = counted.layers[-1]
-    whole_s = seconds[TaskKind.FUSED, counted.num_layers - 1]
+    whole_s = seconds[SpanKind.FUSED, counted.num_layers - 1]
     share = head.forward_s / (head.forward_s + head.backward_s)
     layers.append(head.timed(whole_s * share, whole_s * (1 - share)))
     if by_step := [step for step in updates if step]:  # otherwise the optimizer's counted seconds stay
@@ -194,6 +181,6 @@ def costs_from_reports(
         of_layers = [[0.0] * len(by_step) for _ in layers]
         for number, bundles in enumerate(by_step):
             for bundle in bundles:
-                of_layers[bundle.layer][number] += bundle.end_s - bundle.start_s
+                of_layers[bundle.layers.start][number] += bundle.seconds
         layers = [replace(c, optimizer_s=median(s)) for c, s in zip(layers, of_layers, strict=True)]
     return replace(counted, layers=tuple(layers), launch_s=0.0)

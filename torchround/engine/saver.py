@@ -1,13 +1,12 @@
 """Saves beside training: one thread lets them read the host store between two updates of each bundle.
 
-A save's own work (files, checksums, the disk) is its caller's function. This thread gives the function the
-store as it is after a certain step, and lets the next update of a bundle begin as soon as the function has
-read it. The optimizer's thread cannot do this: it has gradients to add up while the save waits for a disk.
+A save's own work (files, checksums, the disk) is its caller's function. The next update of a bundle begins as soon as the
+function has read it. The optimizer's thread cannot do this: it has gradients to add up while the save waits for a disk.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -18,29 +17,53 @@ from torchround.engine.tasks import Access, Task
 T = TypeVar("T")
 
 
-class SaveSource:
-    """The store after `step` steps, for the saving thread to read, and its `SaveWatch` (`checkpoint/tensor_file.py`).
+class Save(Generic[T]):
+    """A save beside training, by `task`. `write(save)` does it, on the saver's thread.
 
-    `state` is what `HostStore.resume` needs besides `tensors`. `may_publish` lets the files appear.
+    For `write` it is the store after `step` steps, `tensors` and `state` (`HostStore.resume`), and a `SaveWatch`
+    (`checkpoint/tensor_file.py`).
     """
 
-    def __init__(self, store: HostStore, board: Board, task: Task, may_publish: Flag) -> None:
-        self.step = task.step
-        self.state = store.resume_state()
-        records, *accesses = task.accesses
-        records.end(board)
-        self.tensors: dict[str, Tensor] = {}
+    task: Task
+    step: int
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def __init__(
+        self,
+        store: HostStore,
+        board: Board,
+        write: "Callable[[Save[T]], T]",
+        wait: Callable[[Flag, object], None],
+    ) -> None:
+        self._store = store
         self._board = board
-        self._may_publish = may_publish
+        self._write = write
+        self._wait = wait
+        self._may_publish = Flag()
+        self._outcome: Future[T] = Future()
         # By name: the names of the bundle's tensors that are not read yet, and the accesses to its memory.
         self._unread: dict[str, tuple[set[str], list[Access]]] = {}
-        each = len(accesses) // max(len(store.owned), 1)
-        for bundle in store.bundles:
-            views = store.bundle_views(bundle, self.step)
+
+    def run(self) -> None:
+        """Run the save. An error is for the caller of `result`: training continues."""
+        self.step, self.state, self.tensors = self.task.step, self._store.resume_state(), {}
+        records, *accesses = self.task.accesses
+        records.end(self._board)
+        each = len(accesses) // max(len(self._store.owned), 1)
+        for bundle in self._store.bundles:
+            views = self._store.bundle_views(bundle, self.step)
             self.tensors |= views
             if bundle.trainable and bundle.is_owned:
                 own, accesses = accesses[:each], accesses[each:]
                 self._unread |= dict.fromkeys(views, (set(views), own))
+        try:
+            self._outcome.set_result(self._write(self))
+        except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
+            self._outcome.set_exception(error)
+        self.tensors, self._unread = {}, {}  # the caller may keep the save for long
+
+    # What `write` calls.
 
     def raise_if_abandoned(self) -> None:
         """Raise `Stopped` if the engine has ended."""
@@ -62,40 +85,14 @@ class SaveSource:
             self.finished_reading(name)
 
     def before_publishing(self) -> None:
-        """Wait for `PendingSave.may_publish`. Raises `Stopped` if the engine has ended."""
+        """Wait for `may_publish`. Raises `Stopped` if the engine has ended."""
         # Before the wait, which may last several steps: no update has to wait for it too.
         self.finish_reading()
         self._board.wait_for(self._may_publish, "the save to be allowed to appear")
         # Even if it was allowed before: the thread that ended the engine may be working on these files by now.
         self._board.raise_if_stopped()
 
-
-class PendingSave(Generic[T]):
-    """A save under way beside training, by `task`. `write` does it, on the saver's thread; the caller waits by `wait`."""
-
-    task: Task
-
-    def __init__(
-        self,
-        store: HostStore,
-        board: Board,
-        write: Callable[[SaveSource], T],
-        wait: Callable[[Flag, object], None],
-    ) -> None:
-        self._store = store
-        self._board = board
-        self._write = write
-        self._wait = wait
-        self._may_publish = Flag()
-        self._outcome: Future[T] = Future()
-
-    def run(self) -> None:
-        """Run the save. An error is for the caller of `result`: training continues."""
-        try:
-            source = SaveSource(self._store, self._board, self.task, self._may_publish)
-            self._outcome.set_result(self._write(source))
-        except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
-            self._outcome.set_exception(error)
+    # What the caller of `Engine.save` calls.
 
     @property
     def ended(self) -> bool:
@@ -110,6 +107,5 @@ class PendingSave(Generic[T]):
         self._wait(self.task, "the end of a save")
 
     def result(self) -> T:
-        """Return what the save's function returned, or raise what it raised."""
         self.wait()
         return self._outcome.result()

@@ -22,13 +22,11 @@ class EngineSettings:
     """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
     `clip = "layer"` clips each bundle by its own norm, with its share of `max_norm` (`optim.layer_max_norm`).
-    `stale_layers` is the number of layers, from the first one on, whose forward reads the previous weight version
-    under the `bounded` policy, in the first round of a step's first call. `times_layers` measures each layer for
-    `costs_from_reports`, at the cost of more marks in the streams. `compile_update` compiles the optimizer's update before
-    the first update (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
-    `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
-    empty keeps nothing. `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up
-    on the host in fp32.
+    `stale_layers` is the number of layers, from the first one on, whose forward reads the previous weight version under the
+    `bounded` policy, in the first round of a step's first call. `times_layers` measures each layer for `costs_from_reports`.
+    `compile_update` compiles the optimizer's update (`optim/kernel.py`), `compiler` the layers; engines of one model may share
+    it. `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`).
+    `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up on the host in fp32.
     """
 
     rounds: int = 1
@@ -51,10 +49,7 @@ class EngineSettings:
         partition: Partition,
         optimizer: OptimizerTable | HostOptimizer,
     ) -> None:
-        """Let the optimizer's rules update the store, and give it the gradient buffers that they read.
-
-        Raises `EngineUsageError` if these do not fit each other.
-        """
+        """Give the store the optimizer's rules and its gradient buffers. Raises `EngineUsageError` if these do not fit."""
         for problem in self._problems(store, model, partition, optimizer):
             raise EngineUsageError(problem)
         store.set_stale_layers(self.stale_layers)
@@ -92,44 +87,32 @@ class EngineSettings:
                 )
         if not store.is_consistent:
             yield "the host store mixes two weight versions; load a checkpoint into it first"
-        is_bounded, predicts = store.policy is BOUNDED, store.policy.predicts
-        most = sum(partition.forward) if is_bounded else 0
+        is_bounded, several = store.policy is BOUNDED, store.ownership.num_machines > 1
+        most = sum(partition.forward) if is_bounded else 0  # the layers before the fused stage
         if not 0 <= self.stale_layers <= most:
-            these = ", the layers before the fused stage" if is_bounded else ""
-            yield f"stale_layers is {self.stale_layers}; legal under {store.policy.name}: 0 to {most}{these}"
-        if store.ownership.num_machines > 1 and self.stale_layers < store.stale_layers:
-            yield (
-                f"the device weights of {store.stale_layers} layers are one version old, and each machine could renew only "
-                f"its own; use stale_layers = {store.stale_layers}, got {self.stale_layers}"
-            )
-        if stale := [layer for layer in range(self.stale_layers) if self.kept and self.kept[layer]]:
-            yield (
-                f"layers {stale} keep activations, but their backward reads newer weights than their forward; "
-                "layers below stale_layers keep nothing"
-            )
+            yield f"stale_layers is {self.stale_layers}; legal here under {store.policy.name}: 0 to {most}"
+        if several and self.stale_layers < store.stale_layers:
+            # Each machine could renew only its own.
+            yield f"the device weights of {store.stale_layers} layers are one version old; use as many stale_layers"
+        if any(self.kept[: self.stale_layers]):
+            yield "layers below stale_layers keep nothing: their backward reads newer weights than their forward"
         if is_bounded and self.max_norm > 0 and self.clip == "global":
             yield 'bounded updates do not wait for the global norm; use clip = "layer", or max_norm 0'
         if is_bounded and store.dtype == torch.float16:
             yield "bounded updates need bfloat16 or float32: float16 skips whole steps, which it knows too late"
         if isinstance(optimizer, HostOptimizer):
-            if is_bounded:
-                yield "bounded updates update layer by layer, and a HostOptimizer steps all at once; use sync or async"
-            if predicts:
-                yield (
-                    "predicted device weights need AdamW's moments; with a HostOptimizer use async without prediction"
-                )
-            if store.ownership.num_machines > 1:
-                yield "a HostOptimizer works on one machine; on several use AdamW"
-            if store.splits_weights:
-                yield "a HostOptimizer needs fp32 weights, and the host store splits them; make it with optimizer=NO_STATE"
+            unfit = {
+                "bounded updates": is_bounded,
+                "predicted device weights": store.policy.predicts,
+                "several machines": several,
+                "split weights (make the host store with optimizer=NO_STATE)": store.splits_weights,
+            }
+            if any(unfit.values()):
+                found = ", ".join(name for name, holds in unfit.items() if holds)
+                yield f"a HostOptimizer steps all fp32 weights at once, which does not fit {found}"
             return
         if is_bounded and not optimizer.updates_by_layer:
-            yield (
-                f"bounded updates begin before a step's last gradient, and those of {optimizer.name} need the devices, "
-                "which would wait for each gradient before the next forward; use sync or async"
-            )
-        if predicts and not optimizer.can_predict:
-            yield (
-                f"predicted device weights need a state that tells the next step, and {optimizer.name} has none; use async "
-                "without prediction"
-            )
+            # The devices would wait for each gradient before the next forward.
+            yield f"bounded updates begin before a step's last gradient, {optimizer.name}'s after it; use sync or async"
+        if store.policy.predicts and not optimizer.can_predict:
+            yield f"{optimizer.name} has no state that predicts the next step; use async without prediction"

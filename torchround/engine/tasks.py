@@ -1,11 +1,10 @@
 """Tasks in program order, and the one rule by which they wait for each other.
 
-The controller declares tasks in program order. A task names the memory that it reads and writes. Each access begins after
-every earlier access that it conflicts with: one that writes what it reads, reads what it writes, or writes what it
-writes. Nothing else orders two threads, except values that are made once (`board.py`).
+Each access to memory begins after every earlier access that it conflicts with: one that writes what it reads, reads what it
+writes, or writes what it writes. Nothing else orders two threads, except values that are made once (`board.py`).
 
-An access ends with its task or before. A stage job ends the read of a layer's weights once their upload is enqueued, so
-that an update need not wait for the whole stage. Its end then comes with the event of the device.
+An access ends with its task or before. A stage job ends the read of a layer's weights once their upload is enqueued, with an
+event of the device, so that an update need not wait for the whole stage.
 """
 
 import threading
@@ -46,10 +45,9 @@ class Buffer:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Access(Flag):
-    """One task's use of a buffer. It happens when the use has ended.
+    """One task's use of a buffer. It happens when the use has ended, for a device at `event` in its stream.
 
-    `after` are the earlier accesses that it conflicts with, until it has waited for them. `event` is the point of a
-    device's stream at which the use has ended; None if the host has done it.
+    `after` are the earlier accesses that it conflicts with, until it has waited for them.
     """
 
     task: "Task"
@@ -66,7 +64,7 @@ class Access(Flag):
         return all(earlier.happened for earlier in self.after)
 
     def begin(self, board: Board, wait: "Callable[[Access], None] | None" = None) -> None:
-        """Wait until the access may begin, by `wait` for each earlier one. Raises `Stopped` if the engine stops before."""
+        """Wait until the access may begin, by `wait` for each earlier one. Raises `Stopped`."""
         for earlier in self.after:
             if wait is None:
                 earlier.wait(board)
@@ -136,18 +134,14 @@ class Task(Flag):
 
 
 class Worker:
-    """A thread that runs its tasks one after the other.
-
-    `saves` says that its reads outlast a stop for a while. `moves` grows with each task that it begins, `busy_s` is the
-    time inside its tasks.
-    """
+    """A thread that runs its tasks one after the other. `saves` says that its reads outlast a stop for a while."""
 
     def __init__(
         self,
         name: str,
         actor: str,
         board: Board,
-        on_fault: Callable[[Task | None, BaseException], None] | None = None,
+        on_fault: Callable[[BaseException, FaultLocation], None] | None = None,
         saves: bool = False,
     ) -> None:
         self.actor = actor  # in the location of a fault
@@ -168,11 +162,11 @@ class Worker:
         """End what `enter` began."""
 
     def is_begun(self, step: int) -> bool:
-        """Tell whether tasks of a step run although the engine has stopped, because a begun update cannot stop half-way."""
+        """Tell whether tasks of a step run even after a stop, because a begun update cannot stop half-way."""
         return False
 
     def overcome(self, error: BaseException) -> None:
-        """Take the error of a device whose access a task of a begun update has waited for."""
+        """Take the error of a device for whose access a begun update has waited."""
 
     def put(self, tasks: Sequence[Task]) -> None:
         """Let the worker run these after all that it has. Together: a stop must not part the tasks of an update."""
@@ -183,8 +177,7 @@ class Worker:
     def is_idle(self) -> bool:
         return self.last is None or self.last.happened
 
-    def _fail(self, task: Task | None, error: BaseException) -> None:
-        location = FaultLocation(self.actor) if task is None else task.location
+    def _fail(self, error: BaseException, location: FaultLocation) -> None:
         self._board.fail(PipelineError.of(error, location))
 
     def _main(self) -> None:
@@ -199,7 +192,7 @@ class Worker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            self._on_fault(self.task, error)
+            self._on_fault(error, FaultLocation(self.actor) if self.task is None else self.task.location)
         finally:
             self.leave()
 

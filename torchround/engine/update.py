@@ -1,13 +1,9 @@
 """The optimizer's thread: what each of its tasks does to gradients and weights (`program.py` says when).
 
-Gradients are added up and measured as they land. `decide` then knows whether the step applies, and each bundle is updated
-in forward order, so that the next step's forward starts on the layers that are done. In `bounded` the losses alone decide,
-and a bundle is updated as soon as its own gradient is whole.
-
 An update can be finished but not undone. One that failed in the middle is therefore completed before the fault is
 reported, so that the host store holds a whole number of updates. In `bounded` no layer waits for another, so a fault in
-the middle of a step leaves a store whose layers are of two versions. The step of a `HostOptimizer` cannot be taken back
-either, and a second try would apply a part of it twice.
+the middle of a step leaves a store whose layers are of two versions. So does the step of a `HostOptimizer`: a second try
+would apply a part of it twice.
 """
 
 import itertools
@@ -22,19 +18,18 @@ from torch import Tensor
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import LAYER_GATE, Board, Value
-from torchround.engine.device import use_threads_here
+from torchround.engine.device import Mark, use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import Pass
-from torchround.engine.reports import BundleUpdate, UpdateReport
+from torchround.engine.reports import Span, SpanKind, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Buffer, Task, Worker
+from torchround.engine.tasks import Buffer, Worker
 from torchround.optim import (
     HostOptimizer,
-    HostOptimizerError,
     UpdateProgress,
     clip_scale,
     layer_max_norm,
@@ -75,19 +70,15 @@ class Updater(Worker):
         num_devices: int,
         exchange: StepExchange,
     ) -> None:
-        """Raises `EngineUsageError` if a `HostOptimizer` cannot take the weights of the store."""
+        """Raises `HostOptimizerError` if a `HostOptimizer` cannot take the weights of the store."""
         super().__init__("torchround optimizer", "optimizer worker", board, self.fault)
         self._store = store
         self._pool = pool
         self._host_optimizer = optimizer if isinstance(optimizer, HostOptimizer) else None
         if self._host_optimizer is not None:
-            try:
-                self._host_optimizer.bind(trained_weights(store))
-            except HostOptimizerError as error:
-                raise EngineUsageError(str(error)) from error
+            self._host_optimizer.bind(trained_weights(store))
         self.is_foreign = self._host_optimizer is not None
         self._exchange = exchange
-        # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
         clipped = {b.index: [s for s in b.segments if not s.rule.uses_direction] for b in store.trained}
         sizes = {i: sum(p.shape.numel() for s in found for p in s.parameters) for i, found in clipped.items()}
         self._clips_by_layer = settings.clip == "layer"
@@ -128,11 +119,11 @@ class Updater(Worker):
     def is_begun(self, step: int) -> bool:
         return self._begun == step
 
-    def fault(self, task: Task | None, error: BaseException) -> None:
+    def fault(self, error: BaseException, location: FaultLocation) -> None:
         """Report an error that ends this thread."""
         failure = self._exchange.located(error)
         if failure is None:
-            failure = PipelineError.of(error, FaultLocation(self.actor) if task is None else task.location)
+            failure = PipelineError.of(error, location)
             if not self._store.is_consistent:
                 why = "a second try failed too" if self._overcome else "some layers are updated"
                 if self._host_optimizer is not None:
@@ -151,15 +142,9 @@ class Updater(Worker):
         self._board.note_progress()
 
     def hyperparameters_of(self, lr: float | None) -> tuple[float, Hyperparameters | None]:
-        """Return a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now, to the controller.
-
-        Raises `EngineUsageError` if there is no learning rate, or if a `HostOptimizer`'s groups have changed.
-        """
+        """Return a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now, to the controller."""
         if self._host_optimizer is not None:
-            try:
-                return 0.0, self._host_optimizer.hyperparameters(lr)
-            except HostOptimizerError as error:
-                raise EngineUsageError(str(error)) from error
+            return 0.0, self._host_optimizer.hyperparameters(lr)
         if lr is None:
             raise EngineUsageError("step() needs a learning rate; only a HostOptimizer has one of its own")
         return lr, None
@@ -185,7 +170,7 @@ class Updater(Worker):
         self._squares |= {key: math.fsum(found) for key, found in squares.items()}
 
     def _direction_scale(self, step: int) -> float:
-        """Undo the loss scale of gradients of parameters with directions, and clip nothing."""
+        # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
         return 1.0 / self._store.loss_scaling.scale_of(step)
 
     def end_pass(self, pass_: Pass) -> None:
@@ -201,11 +186,7 @@ class Updater(Worker):
     # The decision, and updates.
 
     def decide(self, decision: Decision, directions: Sequence[Buffer]) -> None:
-        """Decide whether a step applies.
-
-        All its gradients are whole, and all its directions have landed. In `bounded` no gradient is whole yet: the losses
-        alone decide.
-        """
+        """Decide whether a step applies. In `bounded` no gradient is whole yet: the losses alone decide."""
         report = decision.report
         report.directions = tuple(buffer.content for buffer in directions)
         report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
@@ -216,7 +197,6 @@ class Updater(Worker):
             self._begin_update(decision)
 
     def _take_norm(self, decision: Decision) -> float:
-        """Get the squared norms of all machines, and from them the norm of the whole gradient."""
         report = decision.report
         self._squares = self._exchange.all_squares(decision.step, self._squares)
         report.grad_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
@@ -262,8 +242,8 @@ class Updater(Worker):
         """Let a `HostOptimizer` update all fp32 weights by clipped gradients without loss scale, if the step applies."""
         if not decision.applies:
             return
-        assert self._host_optimizer is not None, "only a HostOptimizer has such a step"
-        assert decision.hyperparameters is not None, "a step of a HostOptimizer lacks its hyperparameters"
+        optimizer, hyperparameters = self._host_optimizer, decision.hyperparameters
+        assert optimizer is not None and hyperparameters is not None, "only a HostOptimizer has such a step"
         gradients: dict[str, Tensor] = {}
         for bundle in self._store.owned:
             gradient, factor = bundle.gradient, self._factor(bundle, decision)
@@ -275,13 +255,10 @@ class Updater(Worker):
         # PyTorch's optimizers compute in another way while a compiler is at work in the process.
         with LAYER_GATE.entered(self._board):
             self._begin_update(decision)
-            self._host_optimizer.step(decision.hyperparameters, gradients)
+            optimizer.step(hyperparameters, gradients)
 
     def _factor(self, bundle: Bundle, decision: Decision) -> float:
-        """Return the factor that clips a bundle's gradient and undoes the loss scale.
-
-        The norm is that of the whole gradient, or, with `clip = "layer"`, the bundle's own.
-        """
+        """Return the factor that clips a bundle's gradient, by the whole norm or its own, and undoes the loss scale."""
         scale, norm = decision.report.loss_scale, decision.clipped_norm
         if self._clips_by_layer:
             norm = math.sqrt(self._squares[bundle.index]) / scale
@@ -294,21 +271,22 @@ class Updater(Worker):
             self.copy_version(bundle, decision.step)
             return
         progress = [UpdateProgress() for _ in bundle.segments]
-        start_s = time.perf_counter()
+        start = Mark()
         try:
             self._update_bundle(bundle, decision, progress, self._kernels)
         except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
             self.overcome(error)
             # Without compiled kernels, which may be what failed.
             self._update_bundle(bundle, decision, progress, {})
-        decision.report.bundles += (BundleUpdate(bundle.layers[0], start_s, time.perf_counter()),)
+        first = bundle.layers[0]
+        decision.report.bundles += (Span(SpanKind.UPDATE, start, Mark(), layers=range(first, first + 1)),)
 
     def write_lagging(self, bundle: Bundle) -> None:
         """Write device weights that lag, after the step's forward has uploaded the version before."""
         # From here on a checkpoint would lack the older device weights, or mix them with newer ones.
         self._mark()
         self._board.observer.touched(reads=[bundle.fp32_weight], writes=[bundle.device_weights[0]])
-        self._store.renew(bundle)
+        self._store.derive_device_weights([bundle])
 
     def copy_version(self, bundle: Bundle, step: int) -> None:
         """Make version `step + 1` of a bundle's device weights equal to version `step`. Any thread may call this."""
@@ -388,11 +366,10 @@ def trained_weights(store: HostStore) -> list[tuple[str, Tensor]]:
 
 
 def update_threads(num_devices: int) -> int:
-    """Return the number of threads for the optimizer's operations.
+    """Choose the number of threads for the optimizer's operations, at most PyTorch's (`engine.cpu_threads`).
 
-    Leaves a core for each device's thread, but keeps at least half of the cores, and never takes more threads
-    than PyTorch has (`engine.cpu_threads`). Kernel launches that wait for a core cost a device far more than
-    the update loses by one core, because memory bandwidth bounds the update.
+    Leaves a core for each device's thread, but keeps at least half of the cores. Kernel launches that wait for a core cost a
+    device far more than the update loses by one core, because memory bandwidth bounds the update.
     """
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), max(available - num_devices, available // 2)))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from torchround.machines.links import CHUNK_BYTES, Link, MessageError, Purpose
+from torchround.machines.links import Link, MessageError, Purpose
 from torchround.machines.liveness import Liveness, MachineFault
 
 CHANNELS = ("start", "batches", "steps", "validation", "saves", "metrics")
@@ -44,15 +44,11 @@ TELL_S = 0.5
 
 TRIAL_BYTES = 4 << 20  # to all peers together; takes 0.3 s on a network of 0.1 Gb/s, which is too slow anyway
 MEASURED_S = 0.25
-MOST_BYTES = 4 << 30
-MESSAGE_BYTES = 8 * CHUNK_BYTES  # long enough that the gaps between messages do not count
+MOST_BYTES = 512 << 20
 
 
 class MachineError(RuntimeError):
-    """A fault of a run on several machines: which machine, what happened to it, and what this one waited for.
-
-    `machine` is the rank of the machine at fault, None if it is not known. A run prints the text and ends with exit code 1.
-    """
+    """A fault of a run on several machines, with the rank of the `machine` at fault if it is known."""
 
     def __init__(self, text: str, machine: int | None = None) -> None:
         super().__init__(text)
@@ -86,25 +82,17 @@ class Machine:
 class Channel:
     """A thread's way to learn a value of each machine. All machines must gather the same number of times.
 
-    A channel has a gloo group of its own, so threads that gather at the same time never mix their values. `explain` names
-    errors; `is_ended` tells whether a fault has ended the group.
+    A channel has a gloo `group` of its own, so threads that gather at the same time never mix their values.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        explain: Callable[[Exception, int | None, str], MachineError],
-        is_ended: Callable[[], bool],
-    ) -> None:
+    def __init__(self, group: ProcessGroup, machines: "MachineGroup") -> None:
         self._group = group
-        self._explain = explain
-        self._is_ended = is_ended
+        self._machines = machines
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Return each machine's value, in the order of ranks. Block until every machine has given its own.
+        """Return each machine's value, which JSON can write, in the order of ranks, once every machine has given its own.
 
-        `value` is anything that JSON can write. `what` names it in messages: "the losses of step 12". Raises MachineError
-        if a machine is lost meanwhile.
+        `what` names it in messages: "the losses of step 12". Raises MachineError if a machine is lost meanwhile.
         """
         text = json.dumps(value).encode()
         try:
@@ -112,7 +100,7 @@ class Channel:
             padded = bytearray(text.ljust(max(lengths), b"\0"))
             texts = self._exchange(torch.frombuffer(padded, dtype=torch.uint8))
         except RuntimeError as error:
-            raise self._explain(error, None, what) from error
+            raise self._machines.explain(error, None, what) from error
         return [
             json.loads(found.numpy().tobytes()[:length]) for found, length in zip(texts, lengths, strict=True)
         ]
@@ -125,7 +113,7 @@ class Channel:
                 work.wait(LOOK_EVERY)
                 return found
             except RuntimeError:  # gloo's error, or only the end of this wait
-                if self._is_ended():
+                if self._machines.is_aborted:
                     raise
                 if work.is_completed():  # perhaps since that wait ended, and then without an error
                     work.wait()
@@ -146,27 +134,24 @@ class MachineGroup:
         connections: int = 4,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Connect to each of the others. Every machine calls this, at any time within `start_timeout_s`.
+        """Connect to each of the others. Every machine calls this within `start_timeout_s`, with a `store` of their own.
 
-        No other group has used the `store`. `address` is this machine's one in the network that the run uses. `timeout_s`
-        is the silence after which a machine is lost. `connections` is the number of gloo groups that carry tensors. Raises
-        `LaunchError` if not all machines come.
+        `address` is this machine's one in the network that the run uses. `timeout_s` is the silence after which a machine is
+        lost, `connections` the number of gloo groups that carry tensors. Raises `LaunchError` if not all machines come.
         """
         self.rank, self.size = rank, len(machines)
         self.machines = tuple(machines)
         self.peers = [machine.rank for machine in machines if machine.rank != rank]
         self.fault: MachineError | None = None
         self._lock = threading.Lock()
-        self._has_failed = self._is_aborted = False
+        self._has_failed = self.is_aborted = False
         self._call: Callable[[MachineError], None] | None = None
         self._waited_for = ""
         self._has_told = threading.Event()
         self._liveness = Liveness(store, rank, self.size, timeout_s, self._lose)
         carriers = [f"data/{index}" for index in range(connections)]
         self._groups = self._connect(store, address, [*CHANNELS, *carriers], start_timeout_s)
-        self._channels = {
-            name: Channel(self._groups[name], self.explain, lambda: self._is_aborted) for name in CHANNELS
-        }
+        self._channels = {name: Channel(self._groups[name], self) for name in CHANNELS}
         data_groups, timeout = [self._groups[name] for name in carriers], timedelta(seconds=timeout_s)
         self._links = {
             (peer, purpose): Link(peer, purpose, data_groups, self.explain, timeout)
@@ -176,7 +161,6 @@ class MachineGroup:
         self._liveness.start()
 
     def channel(self, name: str) -> Channel:
-        """Return one of `CHANNELS`. One thread at a time may use it."""
         return self._channels[name]
 
     def link(self, peer: int, purpose: Purpose) -> Link:
@@ -192,10 +176,7 @@ class MachineGroup:
             pool.shutdown(wait=False)  # after an error the others may wait until the caller ends the group
 
     def on_fault(self, call: Callable[[MachineError], None]) -> None:
-        """Call `call` once another machine failed or is lost; at once if that has happened. It replaces the one before.
-
-        It is never called for a fault that this machine has reported itself with `fail`.
-        """
+        """Call `call`, in place of the one before, once another machine has failed or is lost; not after a `fail` here."""
         with self._lock:
             fault = None if self._has_failed else self.fault
             self._call = call if fault is None else None  # each call is made once
@@ -203,9 +184,9 @@ class MachineGroup:
             call(fault)
 
     def explain(self, error: Exception, peer: int | None, waited_for: str) -> MachineError:
-        """Return the named fault behind an error of gloo, and end the group. Looks for the cause for a few beats.
+        """Find the named fault behind an error of gloo within a few beats, and end the group.
 
-        `peer` is the machine that this one waited for, None if that was all of them. `waited_for` names what it was to send.
+        `peer` is the machine that this one waited for, None if that was all of them.
         """
         if isinstance(error, MessageError):  # the connection works: nothing of the peer is lost
             assert peer is not None, "only a link reads messages"
@@ -230,9 +211,9 @@ class MachineGroup:
     def abort(self) -> None:
         """Wake every thread that is blocked in a group, here and on the other machines. They raise MachineError."""
         with self._lock:
-            if self._is_aborted:
+            if self.is_aborted:
                 return
-            self._is_aborted = True
+            self.is_aborted = True
             # A thread of gloo that holds a part of a message is never woken, and the end of its group would wait for it.
             for group in self._groups.values():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -244,7 +225,7 @@ class MachineGroup:
 
     def close(self) -> None:
         """End the group. Every machine calls this when it has nothing more to exchange; all wait for the last one."""
-        if self.fault is None and not self._is_aborted:
+        if self.fault is None and not self.is_aborted:
             with suppress(MachineError):  # the run is complete here; the others report their own faults
                 self.channel("start").gather(None, "the end of all machines")
         self._liveness.end()
@@ -280,10 +261,7 @@ class MachineGroup:
     def _connect(
         self, store: Store, address: str, names: list[str], timeout_s: float
     ) -> dict[str, ProcessGroup]:
-        """Connect this machine to all others, once for each name.
-
-        A thread of its own connects: gloo takes the time-out for its operations, a day, as the one for connecting too.
-        """
+        # On a thread of its own: gloo takes the time-out for its operations, a day, as the one for connecting too.
         gloo: Any = ProcessGroupGloo  # its types do not know its options
         groups: dict[str, ProcessGroup] = {}
         errors: list[Exception] = []
@@ -312,33 +290,24 @@ class MachineGroup:
 
 
 def measure_rate(group: MachineGroup, trial_bytes: int = TRIAL_BYTES, seconds: float = MEASURED_S) -> float:
-    """Return the bytes/s that each machine sends and receives at once, the least of all machines.
+    """Measure the bytes/s that each machine sends and receives at once, the least of all machines, as all get it.
 
-    Every machine calls this at the same time, and all get the same number. It takes about half a second. All pairs send
-    at once, as they do in a step. The first exchange, of `trial_bytes`, only shows how many bytes the second one may have
-    to take about `seconds`. Raises `MachineError`.
+    All pairs send at once, as they do in a step. The first exchange, of `trial_bytes`, only shows how many bytes the second
+    one may have to take about `seconds`. Raises `MachineError`.
     """
     channel, what = group.channel("start"), "bytes that measure the network"
 
     def rate_of(num_bytes: float) -> float:
-        bytes_per_peer = max(int(num_bytes) // len(group.peers), 1)
-        length = min(bytes_per_peer, MESSAGE_BYTES)
-        messages = -(-bytes_per_peer // length)
-
-        def send(peer: int) -> None:
-            data = torch.zeros(length, dtype=torch.uint8)
-            for _ in range(messages):
-                group.link(peer, Purpose.TRIAL).send(data, what)
+        data = torch.zeros(max(int(num_bytes) // len(group.peers), 1), dtype=torch.uint8)
 
         def receive(peer: int) -> None:
-            for _ in range(messages):
-                for _ in group.link(peer, Purpose.TRIAL).chunks(length, torch.uint8, what):
-                    pass
+            for _ in group.link(peer, Purpose.TRIAL).chunks(data.numel(), torch.uint8, what):
+                pass
 
         channel.gather(None, "the start of a measurement of the network")
         start_s = time.perf_counter()
-        group.with_each_peer(send, receive)
-        own_rate = messages * length * len(group.peers) / (time.perf_counter() - start_s)
+        group.with_each_peer(lambda peer: group.link(peer, Purpose.TRIAL).send(data, what), receive)
+        own_rate = data.numel() * len(group.peers) / (time.perf_counter() - start_s)
         return float(min(channel.gather(own_rate, "its measured rate of the network")))
 
     return rate_of(min(max(rate_of(trial_bytes) * seconds, trial_bytes), MOST_BYTES))

@@ -1,8 +1,7 @@
 """The start of a run on several machines: they meet, compare what must agree, and connect.
 
-`torchrun` names a store in the environment, which may still hold what an earlier attempt of the same job wrote there.
-The processes of this attempt therefore meet under a random name first. Machine 0 leads: it compares the launches of all
-and writes the outcome, so every machine ends with the same message if they differ.
+`torchrun` names a store in the environment, which may still hold what an earlier attempt of the same job wrote there, so the
+machines meet under a random name first. Machine 0 compares all and writes the outcome.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ from torchround.machines.group import START_TIMEOUT_S, HostShare, LaunchError, M
 POLL_S = 0.05
 # The leader waits so long until all have read why the run is refused, the others for a leader that is late itself.
 GRACE_S = 20.0
-MOST_DIFFERENCES = 5
+SHOWN_CHARACTERS = 80  # of a value that differs
 # Keys that may differ between machines, by table: folders, and what only says how a machine does its part.
 OWN_KEYS = {
     "run": ("folder",),
@@ -58,12 +57,10 @@ def join(
     host: str | None = None,
     host_id: str | None = None,
 ) -> MachineGroup | None:
-    """Meet the other machines of the run; return None if the environment names no others.
+    """Meet the other machines of the run; return None if the `environment`, as torchrun has set it, names no others.
 
-    `environment` is the process's, as torchrun has set it. `host` and `host_id` stand for this host's name and for what
-    tells it from other hosts of that name; they are read from the system unless given. Raises `LaunchError` with the
-    same text on every machine if they cannot be one run: some are missing, several are on one host, or their
-    configurations or versions differ. Nothing is allocated or written by then.
+    `host` and `host_id` stand for this host's name and for what tells it from other hosts of that name. Raises `LaunchError`
+    with the same text on every machine if some are missing, several are on one host, or configurations or versions differ.
     """
     size = int(environment.get("WORLD_SIZE", "1"))
     if "RANK" not in environment or size == 1:
@@ -123,12 +120,8 @@ def _lead(store: Store, size: int, timeout_s: float, facts: Facts) -> tuple[str,
     if len(came) == size:
         text = _difference(all_facts)
     else:
-        present = (str(Machine(other, there["host"])) for other, there in zip(came, all_facts, strict=True))
-        missing = (str(other) for other in range(size) if other not in came)
-        text = (
-            f"{len(came)} of {size} machines came within {timeout_s:g} s: {', '.join(present)}; missing: "
-            f"{', '.join(missing)}. See their logs for why"
-        )
+        missing = ", ".join(str(other) for other in range(size) if other not in came)
+        text = f"{len(came)} of {size} machines came within {timeout_s:g} s; missing: {missing}. See their logs for why"
     store.set(f"{meeting}/outcome", json.dumps([text, all_facts]))
     if text:
         # This process may be the one that holds the store: the others read their message first.
@@ -161,7 +154,7 @@ def _read(store: Store, key: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this machine's address on the way to `host`; nothing is sent."""
+    """Find this machine's address on the way to `host`; nothing is sent."""
     for family, kind, protocol, _, there in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(there)
@@ -179,16 +172,9 @@ def _reach_store(environment: Mapping[str, str], rank: int, timeout_s: float) ->
         )
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     is_master = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {"is_master": is_master, "wait_for_workers": False, "multi_tenant": True}
     try:
-        store = TCPStore(
-            host,
-            port,
-            None,
-            is_master,
-            timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = TCPStore(host, port, timeout=timedelta(seconds=timeout_s), **options)
         # A server may serve several jobs, and several attempts of each.
         return PrefixStore(f"torchround/{environment.get('TORCHELASTIC_RUN_ID', '')}", store)
     except RuntimeError as error:
@@ -199,14 +185,14 @@ def _reach_store(environment: Mapping[str, str], rank: int, timeout_s: float) ->
 
 
 def _boot_id() -> str:
-    """Return what tells this host from others: its kernel's boot, since containers of one host have names of their own."""
+    """Tell this host from others: by its kernel's boot, since containers of one host have names of their own."""
     with suppress(OSError):
         return BOOT_ID.read_text().strip()
     return ""
 
 
 def _versions() -> dict[str, str]:
-    """Return what computes, for comparison. Builds of one torch for several kinds of accelerators may be mixed."""
+    """Name what computes. Builds of one torch for several kinds of accelerators may be mixed."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
@@ -224,53 +210,41 @@ def _compared_keys(config: Config) -> dict[str, str]:
         for key, value in keys.items():
             name = f"{table}.{key}"
             if key == "sources":
-                value = [
-                    {inner: what for inner, what in source.items() if inner != "path"} for source in value
-                ]
+                value = [dict(source, path=None) for source in value]
             is_file = name == "engine.plan" and isinstance(value, str)
             if key not in OWN_KEYS.get(table, ()) and not is_file:
-                text = json.dumps(value)
-                # Short in messages; equal texts stay equal, and different ones stay different.
-                digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-                compared[name] = text if len(text) <= 80 else f"{text[:60]}... ({digest})"
+                compared[name] = json.dumps(value)
     return compared
 
 
 def _difference(all_facts: Sequence[Mapping[str, Any]]) -> str:
     """Return why these machines are no run, or an empty text."""
     machines = [Machine(rank, facts["host"]) for rank, facts in enumerate(all_facts)]
-    hosts: dict[str, list[Machine]] = {}
+    hosts: dict[str, list[str]] = {}
     for machine, facts in zip(machines, all_facts, strict=True):
-        hosts.setdefault(facts["host_id"], []).append(machine)
-    crowded = [together for together in hosts.values() if len(together) > 1]
+        hosts.setdefault(facts["host_id"], []).append(str(machine))
+    crowded = [" and ".join(together) for together in hosts.values() if len(together) > 1]
     if crowded and not all(facts["share_host"] for facts in all_facts):
-        where = "; ".join(" and ".join(map(str, together)) for together in crowded)
         return (
-            f"several processes run on one host: {where}. One process drives all devices of a host: start torchrun "
-            "once on each host, with --nproc-per-node 1. (For tests, machines.share_host = true lets processes divide "
-            "a host.)"
+            f"several processes run on one host: {'; '.join(crowded)}. One process drives all devices of a host: start torchrun "
+            "once on each host, with --nproc-per-node 1. (In tests, machines.share_host = true lets them divide a host.)"
         )
     return differences(machines, [facts["compared"] for facts in all_facts])
 
 
 def differences(machines: Sequence[Machine], all_values: Sequence[Mapping[str, Any]]) -> str:
-    """Return what differs between machines, one line for each name; empty if nothing does."""
-    names = list(dict.fromkeys(name for values in all_values for name in values))
+    """Describe what differs between machines, one line for each name; empty if nothing does."""
     lines = []
-    for name in names:
-        holders: dict[str, list[Machine]] = {}
+    for name in dict.fromkeys(name for values in all_values for name in values):
+        holders: dict[str, list[str]] = {}
         for machine, values in zip(machines, all_values, strict=True):
             given = values.get(name, "not given")
             text = given if isinstance(given, str) else json.dumps(given)
-            holders.setdefault(text, []).append(machine)
+            holders.setdefault(text, []).append(str(machine))
         if len(holders) > 1:
-            given = "; ".join(f"{text} on {', '.join(map(str, there))}" for text, there in holders.items())
-            lines.append(f"  {name}: {given}")
-    if not lines:
-        return ""
-    if len(lines) > MOST_DIFFERENCES:
-        lines[MOST_DIFFERENCES:] = [f"  and {len(lines) - MOST_DIFFERENCES} more"]
-    return "\n".join(["the machines of this run must agree, but differ in", *lines])
+            shown = (f"{text[:SHOWN_CHARACTERS]} on {', '.join(on)}" for text, on in holders.items())
+            lines.append(f"  {name}: {'; '.join(shown)}")
+    return "\n".join(["the machines of this run must agree, but differ in", *lines]) if lines else ""
 
 
 def _first_line(error: Exception) -> str:

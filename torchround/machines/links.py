@@ -37,8 +37,8 @@ class Purpose(Enum):
 class Link:
     """Both directions to one peer for one purpose. One thread at a time sends, and one at a time receives.
 
-    `explain` turns gloo's error, the peer's rank and the message waited for into the error to raise. A chunk of a message
-    that has begun may take `timeout`. An error leaves the link unusable, and so does a reader that stops in a message.
+    A chunk of a message that has begun may take `timeout`. An error leaves the link unusable, and so does a reader that stops
+    in a message.
     """
 
     def __init__(
@@ -129,11 +129,8 @@ class Link:
             )
 
     def _finish(self) -> Tensor:
-        """Wait for the oldest chunk that is under way.
-
-        Its sender has begun the message, so the time has a limit. Gloo needs one: it wakes no thread for a message of
-        which a part has arrived, whatever happens to the connection.
-        """
+        # With a limit, because gloo wakes no thread for a message of which a part has arrived, whatever happens to the
+        # connection.
         work, chunk = self._arriving[0]
         work.wait(self._timeout)
         self._arriving.popleft()
@@ -144,7 +141,6 @@ class Link:
 
 
 def _cut(data: Tensor) -> Iterator[Tensor]:
-    """Return a flat tensor's memory in chunks of bytes. Both ends cut alike."""
     assert data.device.type == "cpu", f"a link carries host memory, not {data.device}"
     assert data.dim() == 1 and data.is_contiguous(), f"a link carries flat tensors, not {tuple(data.shape)}"
     return iter(data.detach().view(torch.uint8).split(CHUNK_BYTES) if data.numel() else ())

@@ -1,8 +1,8 @@
 """How a machine learns that another one is lost: beats in the store, and the first fault that any machine reports.
 
-Gloo is given no short time-outs: a machine may wait for minutes while another compiles or saves. A thread of each
-machine counts a number in the store up instead, once per beat, and reads the numbers of the others. A number that stays
-the same for `timeout_s` is a machine that is stopped, hangs, or has lost its network.
+Gloo is given no short time-outs: a machine may wait for minutes while another compiles or saves. Each machine counts a
+number in the store up instead, once per beat. One that stays the same for `timeout_s` is a machine that is stopped, hangs, or
+has lost its network.
 """
 
 import json
@@ -33,8 +33,7 @@ class MachineFault:
 class SilenceClock:
     """How long each machine has been silent, in time during which this machine itself ran.
 
-    A single observation counts as two beats at most: a process that is stopped and woken again finds that hours have
-    passed, which says nothing about the others.
+    A single observation counts as two beats at most: a process that was stopped for hours knows nothing about the others.
     """
 
     def __init__(self, num_machines: int, beat_s: float, now_s: float) -> None:
@@ -53,10 +52,9 @@ class SilenceClock:
 
 
 class Liveness:
-    """Two threads: one talks to the store, the other calls `on_fault` once a machine failed or is silent.
+    """Two threads: one talks to the store, the other calls `on_fault`, once, when a machine has failed or is silent.
 
-    They are two because a call of the store can block for as long as its network is down. `on_fault` is called once at
-    most, on the watching thread.
+    They are two because a call of the store can block for as long as its network is down.
     """
 
     def __init__(
@@ -105,10 +103,7 @@ class Liveness:
                 thread.join(2 * self._beat_s)
 
     def report(self, fault: MachineFault) -> MachineFault:
-        """Tell all machines of a fault. Return the fault that was first, which may be another one.
-
-        Waits until it is written, but for two beats at most: the store may be what was lost.
-        """
+        """Report a fault to all machines, within two beats. Return the fault that was first, which may be another one."""
         with self._changed:
             if self.fault is None and self._report is None:
                 self._report = fault
@@ -119,10 +114,9 @@ class Liveness:
             return self.fault
 
     def cause(self, peer: int | None) -> MachineFault:
-        """Return the fault behind a broken connection, of which every machine reads the first one.
+        """Find the fault behind a broken connection: the one that a machine reports within a few beats.
 
-        Waits a few beats for another machine's report. If there is none, it is the machine that gave no beat meanwhile,
-        otherwise `peer`, the other end of the connection if that is known.
+        If there is none, it is the machine that gave no beat meanwhile, otherwise `peer`, the other end if that is known.
         """
         with self._changed:
             self._wake.set()  # read now, not at the next beat: the machine at fault has usually told it before
@@ -131,17 +125,13 @@ class Liveness:
             self._wait_for_readings(READINGS_TO_TELL)
             if self.fault is not None:
                 return self.fault
-            silent = {
-                rank: self._clock.silent_s[rank]
-                for rank, beat in enumerate(self._beats)
-                if beat == before[rank] and rank != self._rank
-            }
+            same = [rank for rank, beat in enumerate(self._beats) if beat == before[rank]]
+            silent = [rank for rank in same if rank != self._rank]
         if silent and peer not in silent:
-            peer = max(silent, key=silent.__getitem__)
+            peer = max(silent, key=self._clock.silent_s.__getitem__)
         return self.report(MachineFault(peer, "has ended or lost its network: its connections are closed"))
 
     def _wait_for_readings(self, count: int) -> None:
-        """Wait for so many readings of the store, or for a fault; not for longer than they can take."""
         last = self._num_readings + count
         self._changed.wait_for(
             lambda: self.fault is not None or self._is_ended or self._num_readings >= last,

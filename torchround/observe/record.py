@@ -14,7 +14,7 @@ LINE_KEYS = (
 )
 ENGINE_KEYS = (
     *("busy_s", "input_wait_s", "weights_wait_s", "optimizer_wait_s", "uploaded_gib", "downloaded_gib"),
-    *("host_peak_gib", "host_pool_gib", "device_allocations", "host_allocations", "weight_drift"),
+    *("host_peak_gib", "host_pool_gib", "device_allocations", "host_allocations"),
 )
 
 
@@ -69,8 +69,7 @@ class StepRecord:
     device computes (`busy_s`), or it is idle until an input or gradient of a neighbouring stage arrives
     (`input_wait_s`), until its weights are uploaded (`weights_wait_s`), or until the optimizer has written
     them (`optimizer_wait_s`). Peaks are over the whole run; workers that share a GPU each report the whole
-    card's. Allocations count since the last record. `weight_drift` is the most versions between the weights of
-    a layer's forward and those of its backward in a step since then.
+    card's. Allocations count since the last record.
     """
 
     step: int
@@ -103,7 +102,6 @@ class StepRecord:
     host_pool_gib: float = 0.0
     device_allocations: int = 0
     host_allocations: int = 0
-    weight_drift: int = 0
     peers_wait_s: float = 0.0
     sent_gib: float = 0.0
     machines: tuple[MachineTimes, ...] = ()

@@ -22,7 +22,7 @@ from torchround.checkpoint import (
 from torchround.config import Config
 from torchround.data import DataError, Loader, joined_positions
 from torchround.engine.engine import Engine
-from torchround.engine.saver import PendingSave, SaveSource
+from torchround.engine.saver import Save
 from torchround.engine.store.bundles import BOUNDED, OLDER_WEIGHTS
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import MachineError
@@ -85,7 +85,7 @@ class RunCheckpoints:
         # The checkpoints that `validation.keep_best` chooses from: step -> validation loss.
         self._validation_losses: dict[int, float] = {}
         # Position of each save under way, oldest first, and its future result: the line that reports it.
-        self._under_way: deque[tuple[RunPosition, PendingSave[str]]] = deque()
+        self._under_way: deque[tuple[RunPosition, Save[str]]] = deque()
 
     @property
     def position(self) -> RunPosition:
@@ -179,7 +179,7 @@ class RunCheckpoints:
         """Begin to save the run as it is after the newest dispatched step, while training continues. Does not wait."""
         position = self.position
 
-        def write(source: SaveSource) -> str:
+        def write(source: Save[str]) -> str:
             return self._write(position, source.state, source.tensors, source)
 
         pending = engine.save(write)
@@ -305,7 +305,7 @@ class RunCheckpoints:
         self._validation_losses = losses
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 
-    def _report(self, position: RunPosition, pending: PendingSave[str]) -> None:
+    def _report(self, position: RunPosition, pending: Save[str]) -> None:
         """Wait for a save and report it. After a failure training continues; the next interval saves again."""
         try:
             self._note_saved(position, pending.result())

@@ -18,15 +18,13 @@ from torchround.checkpoint import MachineTeam
 from torchround.config import Config
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
-from torchround.engine.exchange import received_bytes, share_weights
+from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import HostShare, LaunchError, MachineError, MachineGroup, measure_rate
 from torchround.machines.launch import differences, join
 from torchround.observe.record import MachineTimes, StepRecord
-from torchround.planning.memory import size_text
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
-from torchround.untrusted.terminal import Progress
 
 T = TypeVar("T")
 
@@ -169,8 +167,7 @@ class RunMachines:
     def share_weights(self, store: HostStore) -> None:
         """Give every machine the device weights of all owners, once those are initialised or restored."""
         if self.group is not None:
-            progress = Progress("receiving weights of other machines", received_bytes(store), size_text)
-            share_weights(store, self.group, progress.advance)
+            share_weights(store, self.group)
 
     def all_flops_per_s(self, peak_flops_per_s: float | None, num_devices: int) -> float | None:
         """Return the peak of all devices of the run. None if the peak of one machine's devices is not known."""

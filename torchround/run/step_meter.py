@@ -70,7 +70,6 @@ class StepMeter:
         self._device_allocations = self._host_allocations = 0
         self._last: StepResult | None = None
         self._loss = self._grad_norm = 0.0
-        self._weight_drift = 0
         # Sums over all steps by name, those of devices by name and device; the newest sums before each step of the window.
         self._sums: Counter[Any] = Counter()
         self._window: deque[Counter[Any]] = deque(maxlen=STEPS_PER_DEVICE * len(devices))
@@ -110,7 +109,6 @@ class StepMeter:
         if math.isfinite(self._loss):
             self._averaged.append((self._loss, result.num_labels))
         self._skipped_steps += update.skipped
-        self._weight_drift = max(self._weight_drift, result.weight_drift())
         self._window.append(self._sums.copy())
         now_s = self._clock()
         more = {
@@ -174,14 +172,13 @@ class StepMeter:
             host_pool_gib=self._last.pool.allocated_bytes / GIB,
             device_allocations=device_allocations - self._device_allocations,
             host_allocations=host_allocations - self._host_allocations,
-            weight_drift=self._weight_drift,
             peers_wait_s=mean["peers_wait_s"],
             sent_gib=mean["sent_gib"],
             machines=(),
             samples=(),
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
-        self._at_record, self._averaged, self._weight_drift = self._sums.copy(), [], 0
+        self._at_record, self._averaged = self._sums.copy(), []
         return record
 
     @property

@@ -114,13 +114,11 @@ def test_what_several_machines_cannot_do_is_refused():
         store = toy_store(model, ownership=ownership)
         with toy_engine(PARTITIONS["one stage"], 2, model=model, store=store, machines=group) as engine:
             share = step_share(4, 1, group.rank, group.size)
-            for arguments, message in [
-                ((BATCHES[0],), "needs the share of each step"),
-                ((BATCHES[0], share), "the share has 2 micro-batches, but 4 were given"),
-                ((BATCHES[0], step_share(4, 1, 0, 3)), "the share is of machine 0 of 3"),
-            ]:
-                with pytest.raises(EngineUsageError, match=message):
-                    engine.forward_backward(*arguments)
+            with pytest.raises(EngineUsageError, match="needs the share of each step"):
+                engine.forward_backward(BATCHES[0])
+            for wrong in (share, step_share(4, 1, 0, 3)):
+                with pytest.raises(AssertionError, match="a share of another"):
+                    engine.forward_backward(BATCHES[0], wrong)
 
     run_machines(2, run)
 

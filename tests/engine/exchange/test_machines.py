@@ -28,7 +28,7 @@ def test_a_step_whose_loss_is_not_finite(update):
         if "embedding.weight" in filling:  # on its owner
             with filling["embedding.weight"] as weight:
                 weight[bad].fill_(torch.nan)
-            store.refresh_device_weights()
+            store.derive_device_weights()
 
     row = Row(2, 3, "forward", update, clip="layer", batches=batches, before=break_one_row)
     found = row.run_all()

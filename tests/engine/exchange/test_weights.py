@@ -13,7 +13,7 @@ from tests.support.frozen_base import frozen_model, mapped_store, write_base
 from tests.support.machines import run_machines
 from tests.support.toy import toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
-from torchround.engine.exchange import received_bytes, share_weights
+from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, Ownership
 from torchround.machines.links import Purpose
 
@@ -32,6 +32,14 @@ def device_weights(store):
 def assert_same_weights(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def shared(store, group, unlike_bytes=0):
+    """Share weights. Returns what the store has then, the bytes sent, and those that the others announce to receive."""
+    share_weights(store, group)
+    own = sum(weights.nbytes for bundle in store.owned for weights in bundle.device_weights)
+    sent = sum(group.link(peer, Purpose.WEIGHTS).bytes_sent for peer in group.peers)
+    return device_weights(store), sent, own * len(group.peers) + unlike_bytes
 
 
 # At the start.
@@ -54,13 +62,11 @@ def test_every_machine_starts_with_the_weights_of_one(policy, num_machines):
 
     def start(group):
         store = fill(toy_store(toy_model(tied=True), **options, ownership=Ownership(group.rank, group.size)))
-        received = []
-        share_weights(store, group, received.append)
-        return device_weights(store), sum(received), received_bytes(store)
+        return shared(store, group)
 
-    for found, received, announced in run_machines(num_machines, start):
+    for found, sent, expected_bytes in run_machines(num_machines, start):
         assert_same_weights(found, expected)
-        assert received == announced > 0
+        assert sent == expected_bytes > 0
 
 
 def test_frozen_weights_travel_only_where_they_differ(tmp_path):
@@ -71,25 +77,19 @@ def test_frozen_weights_travel_only_where_they_differ(tmp_path):
         frozen = [bundle for bundle in store.bundles if not bundle.trainable and bundle.owner == 0]
         if group.rank == 1:
             frozen[0].device_weights[0][3] += 1.0
-        received = []
-        share_weights(store, group, received.append)
-        unlike = frozen[0].device_weights[0].nbytes if group.rank == 1 else 0
-        return device_weights(store), sum(received), received_bytes(store) + unlike
+        return shared(store, group, frozen[0].device_weights[0].nbytes if group.rank == 0 else 0)
 
     def start_mapped(group):
-        store = mapped_store(frozen_model(), base, ownership=Ownership(group.rank, group.size))
-        received = []
-        share_weights(store, group, received.append)
-        return device_weights(store), sum(received), received_bytes(store)
+        return shared(mapped_store(frozen_model(), base, ownership=Ownership(group.rank, group.size)), group)
 
     base = write_base(tmp_path / "base.safetensors")
     for function, expected in (
         (start, device_weights(toy_store(frozen_model()))),
         (start_mapped, device_weights(mapped_store(frozen_model(), base))),
     ):
-        for found, received, announced in run_machines(2, function):
+        for found, sent, expected_bytes in run_machines(2, function):
             assert_same_weights(found, expected)
-            assert received == announced
+            assert sent == expected_bytes
 
 
 # After updates.

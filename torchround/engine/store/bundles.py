@@ -37,13 +37,10 @@ OLDER_WEIGHTS = "master_"
 class UpdatePolicy:
     """The number of weight versions that are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
 
-    Under each policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ in the version that
-    the gradient is computed with. The step's number alone decides that version, never timing.
+    Under each policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`.
 
-    If it `predicts`, a version's device weights are taken one update ahead of its fp32 weights, towards the version
-    that the gradient will be applied to. The update that makes a version knows its own direction; for AdamW
-    `d = -lr * m_hat / (sqrt(v_hat) + eps)`. It writes `w + d` in place of `w` as that version's device weights, in the same
-    pass. Nothing is kept for it: fp32 weights, state and learning rate give these device weights again, bit for bit.
+    If it `predicts`, the update writes `w + d` in place of `w` as a version's device weights, where `d` is its own direction;
+    for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. The fp32 weights, state and learning rate give them again, bit for bit.
     """
 
     name: str
@@ -89,9 +86,8 @@ class FlatParameter:
 class Segment:
     """Elements `[start, stop)` of a bundle, which `rule` updates, and the `parameters` in them.
 
-    `parts` are the flat buffers of the rule's values in `format`, by the part's name. They hold one element for each
-    `StatePart.block` elements of the segment, which begins at an aligned place. So no block belongs to two segments.
-    A rule with a direction reads it from `direction`, which devices write. A bundle of another machine has neither.
+    `parts` are the flat buffers of the rule's values in `format`, with one element for each `StatePart.block` elements. A
+    rule with a direction reads it from `direction`, which devices write. A bundle of another machine has neither.
     """
 
     start: int
@@ -111,10 +107,7 @@ class Segment:
         return [part for value in self.rule.values for part in self.format.parts(value)]
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's share of each part, named as in checkpoints.
-
-        A share has the parameter's shape, or is flat if the part has one element for a block.
-        """
+        """Yield each parameter's share of each part, named as in checkpoints; flat if the part has an element for a block."""
         for part in self.kinds:
             for parameter in self.parameters:
                 first, stop = parameter.start - self.start, parameter.stop - self.start
@@ -129,16 +122,11 @@ class Segment:
         """
         rule, *others = dict.fromkeys(rules[parameter.name] for parameter in self.parameters)
         kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
-        if others or kept != asked:
-            if others:
-                names = [
-                    name
-                    for name, value in vars(rule).items()
-                    if any(vars(o).get(name) != value for o in others)
-                ]
-                settings = ", ".join("adjust_lr" if name == "lr_ratio" else name for name in names)
-                asked = f"several rules, because another {settings} is set"
-            raise ValueError(f"{self.parameters[0].name} keeps {kept}, and the optimizer asks for {asked}")
+        if others or asked != kept:
+            with_others = " with several rules, as if another adjust_lr is set" if others else ""
+            raise ValueError(
+                f"{self.parameters[0].name} keeps {kept}; the optimizer asks for {asked}{with_others}"
+            )
         self.rule = rule
 
 
@@ -153,14 +141,11 @@ class Bundle:
     `device_weights` are the copies in the training dtype that devices upload, one for each version that is kept.
     `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
     is what those lack (`optim/split_weights.py`), and `weight` is None. `segments` cut the elements by update rule and
-    hold the optimizer's state. A frozen bundle has device weights only, or in their place what is `mapped`: flat tensors
-    in files that are only read, each from an element of the bundle on.
+    hold the optimizer's state. A frozen bundle has device weights only, or what is `mapped`: tensors in files, each with its
+    first element in the bundle. A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that
+    share the bundle; the host sums them in fp32.
 
-    A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that share the bundle;
-    the host sums them in fp32.
-
-    `owner` is the machine that keeps the bundle's fp32 state, updates it and saves it. A trained bundle of another
-    machine has device weights only, and receives them from its owner.
+    The machine `owner` keeps the fp32 state, updates it and saves it. On other machines the bundle has device weights only.
     """
 
     index: int
@@ -210,10 +195,7 @@ class Bundle:
 
     @contextmanager
     def writing(self, parameter: FlatParameter, version: int) -> Iterator[Tensor]:
-        """Yield a parameter's values, to be changed. Those of split weights are split at the end, if no exception ends it.
-
-        The other device weights are for `HostStore.refresh_device_weights`.
-        """
+        """Yield a parameter's values, to be changed and followed by `HostStore.derive_device_weights`."""
         values = self.values(parameter, version)
         yield values
         if self.residual is not None:
@@ -226,8 +208,7 @@ class Bundle:
     def saved_views(self, version: int, lags: bool) -> dict[str, Tensor]:
         """Return the bundle's part of a checkpoint, as views by name; `version` is the newest one.
 
-        Device weights are among them if nothing else gives them: the upper halves of split weights, older versions, and
-        device weights that lag. The newest ones of fp32 weights follow from those.
+        Device weights are among them if nothing else gives them: upper halves, older versions, and those that lag.
         """
         kinds = {WEIGHTS: self.newest(version)}
         if self.residual is not None:
@@ -270,10 +251,7 @@ class Bundle:
         return found + [flat for segment in self.segments for flat in segment.parts.values()]
 
     def sources(self, version: int) -> Sequence[tuple[int, Tensor]]:
-        """List the host memory that a version is uploaded from, each part with its first element in the bundle.
-
-        Gaps between parameters in mapped files have none.
-        """
+        """List the host memory that a version is uploaded from, each part with its first element in the bundle."""
         return [(start, in_file.memory) for start, in_file in self.mapped] or [(0, self.version(version))]
 
 
@@ -284,19 +262,15 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class Ownership:
-    """This machine's number among the machines of a run.
-
-    Every machine assigns the owners of bundles by itself, from the bundles alone, and finds the same ones.
-    """
+    """This machine's number among the machines of a run."""
 
     machine: int
     num_machines: int
 
     def assign(self, bundles: Sequence[Bundle]) -> None:
-        """Give each bundle an owner, balanced by bytes.
+        """Give each bundle an owner, the same on every machine, balanced by bytes.
 
-        Trained bundles are balanced by themselves, because they decide the memory and the work of an update. The owner
-        of a frozen bundle only saves it; a mapped one is in no checkpoint and weighs nothing.
+        The owner of a frozen bundle only saves it; a mapped one is in no checkpoint and weighs nothing.
         """
         for trainable in (True, False):
             group = [bundle for bundle in bundles if bundle.trainable is trainable]
@@ -317,11 +291,10 @@ class ParameterLocation:
 def collect_bundles(
     model: LayeredModel, mapped: Collection[str], optimizer: Optimizer
 ) -> tuple[list[Bundle], list[list[ParameterLocation]]]:
-    """Group the model's parameters into bundles, in order of first use. Buffers are not allocated yet.
+    """Group the model's parameters into bundles, in order of first use, with the locations of each layer's parameters.
 
-    Returns the bundles and, for each layer, the locations of its parameters. Parameters share a bundle if the
-    same layers use them, and if they are alike in being trained and in being `mapped`. `optimizer` says which rule
-    updates each.
+    Parameters share a bundle if the same layers use them, and if they are alike in being trained and in being `mapped`.
+    `optimizer` says which rule updates each. Buffers are not allocated yet.
     """
     uses, facts = _parameter_uses(model), parameter_facts(model)
     groups: dict[tuple[tuple[int, ...], bool, bool], list[ParameterFacts]] = {}
@@ -354,7 +327,6 @@ def collect_bundles(
 
 
 def parameter_facts(model: LayeredModel) -> dict[str, ParameterFacts]:
-    """Return what an optimizer may know of each stored parameter, by name."""
     decayed, matrices, last = decayed_names(model), matrix_names(model), len(model.layers) - 1
     facts = {}
     for name, parameter, layers in _parameter_uses(model).values():
@@ -406,14 +378,12 @@ def mapped_ranges(
     for parameter in bundle.parameters:
         start = parameter.start
         for in_file in mapped[parameter.name]:
-            memory = in_file.memory
-            assert memory.dtype == dtype, f"{parameter.name}: {memory.dtype}, not {dtype}"
+            assert in_file.memory.dtype == dtype, f"{parameter.name}: {in_file.memory.dtype}, not {dtype}"
             yield start, in_file
-            start += memory.numel()
+            start += in_file.memory.numel()
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
 
 
 def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Find the submodule that holds parameter `path`, and the parameter's name in it."""
     prefix, _, name = path.rpartition(".")
     return layer.get_submodule(prefix), name

@@ -1,13 +1,10 @@
 """The one place that allocates host memory, and the pool of host buffers that devices stream through.
 
-Buffers have their exact size and begin at a page, so that checkpoints are written straight from them.
-PyTorch's pinned allocator rounds each block up to a power of two and keeps it. So buffers that devices touch
-are made here: PyTorch's threads fill them, then the driver registers them, those of the pool many at once. No two
-buffers share a page.
+Buffers have their exact size and begin at a page, so that checkpoints are written straight from them. PyTorch's pinned
+allocator rounds each block up to a power of two and keeps it.
 
-Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A
-buffer is unregistered before it is unmapped, even if its last tensor is simply dropped. Its finalizer cannot
-watch the `mmap` itself, which unmaps its memory before it runs finalizers.
+Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A buffer is
+unregistered before it is unmapped. Its finalizer cannot watch the `mmap` itself, which unmaps before it runs finalizers.
 """
 
 import ctypes
@@ -16,9 +13,11 @@ import os
 import threading
 import warnings
 import weakref
+from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,11 +39,7 @@ class PinningWarning(UserWarning):
 
 
 class HostAllocator:
-    """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
-
-    `what` says whose memory it is, for messages. Once the driver refuses, it warns, and everything from there on stays
-    pageable.
-    """
+    """An allocator of host buffers, page-locked if `pinned` is set, until the driver refuses. `what` says whose, for messages."""
 
     def __init__(self, pinned: bool, what: str = "the host store") -> None:
         self.allocated_bytes = 0
@@ -55,10 +50,7 @@ class HostAllocator:
         self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
     def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
-        """Return zeroed uint8 memory of exactly `nbytes`; `for_devices` asks for page-locked memory.
-
-        Raises `HostMemoryError`.
-        """
+        """Return zeroed uint8 memory; `for_devices` asks for page-locked memory. Raises `HostMemoryError`."""
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
         try:
@@ -91,17 +83,15 @@ class HostAllocator:
                 self._unlocks = [*(earlier for earlier in self._unlocks if earlier.alive), unlock]
         else:
             self._pinned = False
-            warnings.warn(
+            text = (
                 f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This memory and "
                 "all later buffers stay pageable, so copies are slower and do not overlap with compute. Raise the memlock "
-                "limit (ulimit -l) or use a smaller model.",
-                PinningWarning,
-                stacklevel=2,
+                "limit (ulimit -l) or use a smaller model."
             )
+            warnings.warn(text, PinningWarning, stacklevel=2)
         return buffer
 
     def locked_buffers(self) -> int:
-        """Count the registrations that are in force."""
         return sum(unlock.alive for unlock in self._unlocks)
 
     def close(self) -> None:
@@ -138,10 +128,7 @@ def _advise(mapping: mmap.mmap, name: str) -> None:
 
 
 class HostBuffer:
-    """A pool buffer and the device events after which its bytes may be overwritten.
-
-    `memory` is the part of `space` that the taker asked for.
-    """
+    """A pool buffer. `memory` is the part of `space` that the taker asked for, `busy` the events that it must wait for."""
 
     def __init__(self, space: Tensor) -> None:
         self.space = self.memory = space
@@ -151,12 +138,8 @@ class HostBuffer:
 class HostPool(HostAllocator):
     """Host buffers by size in pages, reused, so that a steady run allocates nothing.
 
-    The buffer that was given back first is taken first. A copy into it waits for its last read, and that read
-    is the likeliest to be over already. The pool asks no event whether that is so: which buffer a taker gets
-    depends on the order of takes and gives alone.
-
-    A taker must make its writing stream wait for `HostBuffer.busy` first. The thread that gave the buffer
-    back has finished its own reads and writes.
+    The buffer that was given back first is taken first: its last read is the likeliest to be over already. A taker must
+    make its writing stream wait for `HostBuffer.busy`, the events of these reads.
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
@@ -173,19 +156,14 @@ class HostPool(HostAllocator):
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
             wanted[self._size(nbytes)] += number
-        groups: list[list[int]] = []
-        free = 0
-        for size in (wanted - self._owned).elements():
-            if not groups or size > free:
-                groups.append([])
-                free = REGISTRATION_BYTES
-            groups[-1].append(size)
-            free -= size
-        for sizes in groups:
-            space = self.allocate(sum(sizes), for_devices=True)
+        sizes = list((wanted - self._owned).elements())
+        while sizes:
+            together = max(bisect_right(list(accumulate(sizes)), REGISTRATION_BYTES), 1)
+            space = self.allocate(sum(sizes[:together]), for_devices=True)
             self.reserved_bytes += space.numel()
-            for part in space.split(sizes):
+            for part in space.split(sizes[:together]):
                 self.give(self._add(part), busy=[])
+            sizes = sizes[together:]
 
     def stand_in(self, nbytes: int, larger_bytes: int) -> None:
         """Let buffers of `larger_bytes` stand in for those of `nbytes`, unless the pool has some of that size."""
@@ -198,10 +176,7 @@ class HostPool(HostAllocator):
         return self._stand_ins.get(size, size)
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a buffer of `nbytes`: a free one, otherwise a new one.
-
-        A new one page-locks memory in the middle of a step, which `reserve` is there to avoid.
-        """
+        """Take a free buffer, otherwise a new one, which page-locks memory in the middle of a step unlike `reserve`."""
         size, buffer = self._size(nbytes), None
         with self._lock:
             if self._free[size]:
@@ -213,7 +188,6 @@ class HostPool(HostAllocator):
         return buffer
 
     def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
-        """Give a buffer back; `busy` are the events of its last reads."""
         buffer.busy = busy
         # Before the buffer can be taken, so that the race checker sees the two in this order.
         self._observer.posted(buffer)
@@ -228,10 +202,7 @@ class HostPool(HostAllocator):
         return buffer
 
     def close(self) -> None:
-        """Undo page-locking and drop the memory of all buffers, also of those that are taken.
-
-        What refers to a buffer, such as the result of a pass that failed, then keeps no memory alive.
-        """
+        """Undo page-locking and drop the memory of all buffers, also of those that the result of a failed pass refers to."""
         super().close()
         with self._lock:
             self._free.clear()

@@ -1,13 +1,8 @@
-"""The flat host store: weights, device weights, gradients and optimizer state of all layers, the one authority.
-
-Parameters that travel together form a bundle with one flat buffer for each kind of state: a layer's own
-trained parameters, its frozen ones, and each parameter that several layers share. So an upload is one
-contiguous copy, an update one pass over flat memory, and a checkpoint a set of named views.
-"""
+"""The flat host store: weights, device weights, gradients and optimizer state of all layers, by bundle (`bundles.py`)."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -39,26 +34,18 @@ from torchround.planning.partition import Stage
 class HostStore:
     """All weights, gradients and optimizer state of a model in host memory.
 
-    `dtype` is the dtype of the device weights and of all computation. `policy` says how many versions of the
-    device weights are kept. `step` counts steps whose update is complete, skipped ones included.
-    `applied_updates` leaves the skipped ones out and drives the bias correction. `loss_scaling` is dynamic in
-    float16. `spikes` decides which updates are left out because their step is far off the ones before.
-
-    `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would
-    too.
+    `dtype` is that of the device weights and of all computation, `policy` the number of their versions. `step` counts steps
+    whose update is complete; `applied_updates`, which drives the bias correction, leaves skipped ones out.
+    `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would too.
 
     `stale_layers` counts the layers, from the first one on, whose forward reads the previous version under the
     `bounded` policy. Between steps the device weights of their bundles are one version older than the fp32 weights.
 
     `ownership` says which part of a run of several machines this is. The store then holds the device weights of all
-    bundles, and fp32 weights, optimizer state and gradient sums of the bundles that it owns.
-
-    `mapped` gives frozen parameters that stay in mapped files: for each name, tensors of `dtype` that hold
-    the parameter one after the other. They are neither among `weights` nor in checkpoints.
-
-    `optimizer` says which state is kept for each parameter: by default AdamW's in fp32, and none with `NO_STATE`, for
-    inference and for a `HostOptimizer`, which brings its own. In bfloat16 the fp32 weights are split into the device
-    weights and a residual (`splits_weights`), if the policy and the optimizer allow it.
+    bundles, and fp32 weights, optimizer state and gradient sums of the bundles that it owns. `mapped` gives frozen parameters
+    that stay in files, neither among `weights` nor in checkpoints: for each name, tensors of `dtype` that hold it one after
+    the other. `optimizer` says which state is kept for each parameter: by default AdamW's in fp32, and none with `NO_STATE`,
+    for inference and for a `HostOptimizer`, which brings its own.
     """
 
     def __init__(
@@ -108,11 +95,10 @@ class HostStore:
         read_weights: Callable[[Mapping[str, AbstractContextManager[Tensor]]], None] | None = None,
         advance: Callable[[int], object] = lambda layers: None,
     ) -> None:
-        """Fill all weights by the layers' own `init_weights`, each layer from its own generator.
+        """Fill all weights by the layers' own `init_weights`. `advance` receives 1 after each layer.
 
-        For a model that was trained before, `read_weights` fills `filling()`. Layers that have an
-        `init_adapters` then fill by that method what the model was trained without. `advance` receives 1 after
-        each layer.
+        For a model that was trained before, `read_weights` fills `filling()`, and `init_adapters` of the layers that have it
+        what the model was trained without.
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
@@ -121,7 +107,7 @@ class HostStore:
             advance(1)
         if read_weights is not None:
             read_weights(self.filling())
-        self.refresh_device_weights()
+        self.derive_device_weights()
 
     def _fill_layer(
         self, index: int, layer: nn.Module, fill: Callable[[torch.Generator], None], seed: int
@@ -150,22 +136,27 @@ class HostStore:
             # same numbers.
             fill(torch.Generator().manual_seed(seed * 1_000_003 + index))
 
-    def refresh_device_weights(self) -> None:
-        """Derive every version of the owned device weights from the newest weights, once those are written.
+    def derive_device_weights(self, bundles: Iterable[Bundle] | None = None, older: bool = True) -> None:
+        """Make the device weights of these owned bundles, otherwise of all, their newest weights, unpredicted.
 
-        The device weights of a frozen bundle stay as they are. A device that holds a copy of them then
-        uploads them again. The device weights of another machine's bundles come from their owner.
+        All that writes weights outside the program of a step (`engine/program.py`) ends here:
+
+        - a new run, by `initialize`, which reads pretrained weights into `filling`;
+        - a checkpoint that was read into `loadable_views`, by `resume`, which keeps the `older` versions that it has;
+        - the library's state dicts, by `write_weights`;
+        - a new engine with fewer stale layers, and the end of one in the middle of a step, by `set_stale_layers`.
+
+        Two others write device weights alone: `share_weights` (`engine/exchange.py`), by which a machine gets those that
+        others own before the first step, and `write_true_weights` around a validation.
         """
-        self.refreshes += 1
-        for bundle in self.owned:
-            self.renew(bundle)
-
-    def renew(self, bundle: Bundle) -> None:
-        """Make all versions of an owned bundle's device weights the newest weights, unpredicted."""
-        newest = bundle.newest(self.step)
-        for device_weights in bundle.device_weights:
-            if device_weights is not newest:
-                device_weights.copy_(newest)
+        if bundles is None:
+            self.refreshes += 1  # a device that holds a copy of frozen weights uploads them again
+            self.prediction = None
+        for bundle in self.owned if bundles is None else bundles:
+            newest = bundle.newest(self.step)
+            for device_weights in bundle.device_weights if older else [bundle.version(self.step)]:
+                if device_weights is not newest:
+                    device_weights.copy_(newest)
 
     def lags(self, bundle: Bundle) -> bool:
         """Decide by the stale layers if a bundle's device weights are one version behind its fp32 weights between steps."""
@@ -175,9 +166,7 @@ class HostStore:
         """Change `stale_layers` between steps. Bundles that lag no more get their newest device weights."""
         lagged = list(filter(self.lags, self.trained))
         self.stale_layers = stale_layers
-        for bundle in lagged:
-            if not self.lags(bundle):
-                self.renew(bundle)
+        self.derive_device_weights(bundle for bundle in lagged if not self.lags(bundle))
 
     def oldest_version_read(self, step: int, training: bool) -> int:
         """Return the oldest version that a pass after `step` steps reads: a training step, or an evaluation."""
@@ -194,19 +183,17 @@ class HostStore:
         prediction: Mapping[str, Any] | None = None,
         stale_layers: int = 0,
     ) -> None:
-        """Continue at `step`. Call it after reading a checkpoint into `named_views`.
+        """Continue at `step`. Call it after reading a checkpoint into `loadable_views`.
 
         The other arguments are as in `resume_state`. A checkpoint that `holds_older_weights` has filled the older
-        versions: each moves to the buffer of its number, and only the newest is derived anew. Otherwise every version
-        is derived from the fp32 weights, so the next step of `async` or `bounded` reads the newest ones, as the first
-        step of a run does. The newest device weights are predictions again, by the optimizer's rules, if both runs predict.
+        versions: each moves to the buffer of its number. Otherwise every version is derived from the fp32 weights, as for the
+        first step of a run. The newest device weights are predictions again if both runs predict.
         """
-        lr: Any = prediction if self.policy.predicts else None
-        if isinstance(lr, Mapping):
-            lr = lr.get("lr", lr)
-        is_legal = type(lr) is float and math.isfinite(lr) and lr >= 0 and applied_updates > 0
-        if not (lr is None or is_legal):
-            raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
+        lr: Any = None
+        if self.policy.predicts and prediction is not None:
+            lr = prediction.get("lr") if isinstance(prediction, Mapping) else None
+            if type(lr) is not float or not 0 <= lr < math.inf or applied_updates <= 0:
+                raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
         self.prediction = lr
         # Version v belongs to buffer v modulo their number, but the views were filled as of the store's own step: a buffer
         # that holds version `self.step - age` must come to where `step - age` belongs, `step - self.step` places on.
@@ -216,19 +203,17 @@ class HostStore:
         for bundle in self.owned:
             shift = places % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
-            if not holds_older_weights:
-                self.renew(bundle)
-            if lr is not None:  # as the last update did (`UpdatePolicy.predicts`)
+            # Device weights that lag are as old as the checkpoint says.
+            if not (holds_older_weights and self.lags(bundle)):
+                self.derive_device_weights([bundle], older=not holds_older_weights)
+            if lr is not None:
                 self._predict(bundle, lr)
-            # Device weights that lag are as old as the checkpoint says, and those of split weights are a part of them.
-            elif not self.lags(bundle) and bundle.residual is None:
-                bundle.version(step).copy_(bundle.fp32_weight)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
 
     def resume_state(self) -> dict[str, Any]:
-        """Return what `resume` needs besides the views and the step, JSON-able and no longer changing. Only between steps."""
+        """Return what `resume` needs besides the views and the step, as JSON has it. Only between steps."""
         state: dict[str, Any] = {
             "applied_updates": self.applied_updates,
             "loss_scale": self.loss_scaling.state_dict(self.step),
@@ -244,48 +229,39 @@ class HostStore:
         """Return the bundles whose newest device weights are not the fp32 weights."""
         return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
-    @contextmanager
-    def true_device_weights(
-        self, observer: Observer | None = None, share: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
+    def write_true_weights(self, observer: Observer) -> list[tuple[Bundle, Tensor | None]]:
+        """Make the newest device weights of this machine's bundles the fp32 weights, as a validation should see them.
 
-        `Engine.true_device_weights` calls it when no thread reads them. Afterwards they are as before, bit for bit.
-        Of several machines each writes the device weights that it owns; `share` then brings those of the others.
+        `Engine.true_device_weights` calls it when no thread reads them. Returns what `restore_device_weights` takes.
         """
-        observer = observer or Observer()
-        rewritten = [bundle for bundle in self.stale_or_predicted() if bundle.is_owned]
-        spares = [self._spare(bundle) for bundle in rewritten]
-
-        def copy(source: Tensor, target: Tensor) -> None:
-            observer.touched(reads=[source], writes=[target])
-            target.copy_(source)
-
-        for bundle, spare in zip(rewritten, spares, strict=True):
-            if spare is not None:
-                copy(bundle.version(self.step), spare)
-            copy(bundle.fp32_weight, bundle.version(self.step))
-        try:
-            share()
-            yield
-        finally:
-            for bundle, spare in zip(rewritten, spares, strict=True):
+        kept: list[tuple[Bundle, Tensor | None]] = []
+        for bundle in self.stale_or_predicted():
+            if bundle.is_owned:
+                weights, spare = bundle.version(self.step), None
+                room = bundle.gradient  # which nothing reads between steps
+                if room is not None and room.itemsize >= weights.itemsize:
+                    spare = room.view(weights.dtype)[: bundle.numel]
+                elif (
+                    self.prediction is None
+                ):  # predictions are computed again, which takes longer than a copy
+                    spare = torch.empty_like(weights)
                 if spare is not None:
-                    copy(spare, bundle.version(self.step))
-                elif self.prediction is not None:
-                    observer.touched(reads=bundle.state(), writes=[bundle.version(self.step)])
-                    self._predict(bundle, self.prediction)
-        share()  # not after an exception: the other machines may never come to the end of the block
+                    _copy(weights, spare, observer)
+                kept.append((bundle, spare))
+                _copy(bundle.fp32_weight, weights, observer)
+        return kept
 
-    def _spare(self, bundle: Bundle) -> Tensor | None:
-        """Find room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough.
-
-        Predictions need none: they are computed again.
-        """
-        weights = bundle.version(self.step)
-        if bundle.gradient is not None and bundle.gradient.itemsize >= weights.itemsize:
-            return bundle.gradient.view(weights.dtype)[: bundle.numel]
-        return torch.empty_like(weights) if self.prediction is None else None
+    def restore_device_weights(
+        self, kept: Sequence[tuple[Bundle, Tensor | None]], observer: Observer
+    ) -> None:
+        """Undo `write_true_weights`, bit for bit."""
+        for bundle, spare in kept:
+            weights = bundle.version(self.step)
+            if spare is not None:
+                _copy(spare, weights, observer)
+            elif self.prediction is not None:
+                observer.touched(reads=bundle.state(), writes=[weights])
+                self._predict(bundle, self.prediction)
 
     def _predict(self, bundle: Bundle, lr: float) -> None:
         """Write an owned bundle's newest device weights as the last applied update did."""
@@ -293,10 +269,7 @@ class HostStore:
             predict_(buffers, lr=lr, update=self.applied_updates)
 
     def allocate_gradients(self, rounds: int, always_add: bool = False) -> None:
-        """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need.
-
-        With `always_add`, parts land in the pool and are added in fp32 even if a step has one part alone.
-        """
+        """Give each trained bundle the gradient buffer for steps of `rounds` rounds, an fp32 sum if it `always_add`s."""
         machines = self.ownership.num_machines
         for bundle in self.trained:
             # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the gradient dtype.
@@ -318,17 +291,16 @@ class HostStore:
         return [bundle for bundle in self.trained if bundle.is_owned]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights' values by name, for reading, as they are until the next update.
+        """Return the weights' values by name, for reading until the next update: fp32 if trained, otherwise in `dtype`.
 
-        They are fp32 if trained, otherwise in the store's dtype. Each access to split weights makes a copy. What other
-        machines train, and what stays in files, is not among them.
+        Each access to split weights makes a copy. What other machines train, and what stays in files, is not among them.
         """
         return _WeightValues(self._held(), self.step)
 
     def filling(self) -> Mapping[str, AbstractContextManager[Tensor]]:
         """Return, for each parameter of `weights`, a block `with filling[name] as values` in which to write its values.
 
-        Split weights take memory in fp32 for the block. `refresh_device_weights` comes after the last one.
+        `derive_device_weights` comes after the last one.
         """
         held = self._held().items()
         return {name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in held}
@@ -343,7 +315,7 @@ class HostStore:
         for name, value in values.items():
             with filling[name] as weight:
                 weight.copy_(value)
-        self.refresh_device_weights()
+        self.derive_device_weights()
 
     def assign_rules(self, model: LayeredModel, optimizer: Optimizer) -> None:
         """Let the rules of `optimizer` update the bundles. Raises `ValueError` if they keep other state than there is."""
@@ -352,10 +324,9 @@ class HostStore:
             segment.assign(rules, optimizer.format)
 
     def named_views(self) -> dict[str, Tensor]:
-        """Return this machine's part of a checkpoint, as views that it is written from and read into, bundle by bundle.
+        """Return this machine's part of a checkpoint, as views, bundle by bundle. Only between steps, after `Engine.drain`.
 
-        Only between steps, after `Engine.drain`: with several versions, the older device weights are part of
-        it, and with `stale_layers` the device weights that lag.
+        With several versions the older device weights are part of it, and with `stale_layers` those that lag.
         """
         each = (self.bundle_views(bundle, self.step) for bundle in self.bundles)
         return {name: view for views in each for name, view in views.items()}
@@ -374,10 +345,7 @@ class HostStore:
         return views
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
-        """Return a bundle's part of the checkpoint after `step` steps, without what stays in mapped files.
-
-        The bundle's owner saves it: a bundle of another machine gives nothing.
-        """
+        """Return a bundle's part of the checkpoint after `step` steps. Its owner saves it, and nothing of mapped files."""
         if bundle.mapped or not bundle.is_owned:
             return {}
         return bundle.saved_views(step, self.lags(bundle))
@@ -419,6 +387,11 @@ class HostStore:
 
     def _flat(self, numel: int, dtype: torch.dtype, for_devices: bool = True) -> Tensor:
         return self._memory.allocate(numel * dtype.itemsize, for_devices).view(dtype)
+
+
+def _copy(source: Tensor, target: Tensor, observer: Observer) -> None:
+    observer.touched(reads=[source], writes=[target])
+    target.copy_(source)
 
 
 class _WeightValues(Mapping[str, Tensor]):

@@ -20,12 +20,11 @@ from torchround.engine.buffer_reservation import PassShape, ValueSizes
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.passes import DeviceJob, StageJob
-from torchround.engine.reports import DeviceSpan, StageReport
+from torchround.engine.reports import Span, SpanKind, StageReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.timeline import TaskKind
 from torchround.engine.worker.compute import LayerCall, StageComputation, bind, checked_loss, unbind
 from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
 from torchround.engine.worker.slots import SlotRing, StageSlots, place_constants
@@ -216,7 +215,7 @@ class DeviceWorker:
             self._download = gradients
 
     def _report(
-        self, job: StageJob, upload: WeightUpload, weights_ready: Mark, spans: Sequence[DeviceSpan]
+        self, job: StageJob, upload: WeightUpload, weights_ready: Mark, spans: Sequence[Span]
     ) -> None:
         moved = (self.device.uploaded_bytes, self.device.downloaded_bytes)
         report = StageReport(
@@ -227,7 +226,6 @@ class DeviceWorker:
             spans=tuple(spans),
             uploaded_bytes=moved[0] - self._reported_bytes[0],
             downloaded_bytes=moved[1] - self._reported_bytes[1],
-            versions=upload.versions,
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
         self.board.post(job.pass_.reports.at(job.slot), report)
@@ -281,7 +279,7 @@ class StageRun:
         on_final: Callable[[int], None] | None,
     ) -> None:
         setup, stage = worker.setup, job.task.stage
-        self.spans: list[DeviceSpan] = []
+        self.spans: list[Span] = []
         self._worker = worker
         self._device, self._activations = worker.device, worker.activations
         self._job = job
@@ -335,7 +333,7 @@ class StageRun:
         sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
         first = stage.start
         for layer in layers if self._times_layers else sorted({*sent, *(layer + 1 for layer in names)}):
-            output = self._compute(TaskKind.FORWARD, m, range(first, layer), partial(forward.run_to, layer))
+            output = self._compute(SpanKind.FORWARD, m, range(first, layer), partial(forward.run_to, layer))
             first = layer
             if layer in sent:
                 self._send_output(m, layer, output)
@@ -353,8 +351,8 @@ class StageRun:
             self._layers, inputs, micro_batch, self._graphs_from, loss_factor=pass_.loss_factor
         )
         if self._times_layers:
-            self._run_to(TaskKind.FORWARD, m, fused, self._own[1:])
-        gradients = self._differentiate(TaskKind.FUSED, m, fused, ())
+            self._run_to(SpanKind.FORWARD, m, fused, self._own[1:])
+        gradients = self._differentiate(SpanKind.FUSED, m, fused, ())
         # Two readers: the caller and the optimizer worker.
         self._activations.send(pass_.results[m], fused.loss, readers=2)
         self._send_gradients(m, gradients)
@@ -373,15 +371,15 @@ class StageRun:
             self._layers, inputs, micro_batch, self._graphs_from, replays, reads_output=False
         )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
-        self._run_to(TaskKind.RECOMPUTE, m, recomputed, stops)
+        self._run_to(SpanKind.RECOMPUTE, m, recomputed, stops)
         boundary = self._worker.wait(pass_.boundary_gradients.at(stage.stop, m))
         incoming: Gradients = self._activations.bring(boundary, self._activations.gradients_in)
         # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
         if m + 1 in self._job.task.micro_batches:
             self._activations.bring_kept_ahead(pass_, self._names, m + 1)
-        self._send_gradients(m, self._differentiate(TaskKind.BACKWARD, m, recomputed, incoming))
+        self._send_gradients(m, self._differentiate(SpanKind.BACKWARD, m, recomputed, incoming))
 
-    def _run_to(self, kind: TaskKind, m: int, graph: StageComputation, stops: Iterable[int]) -> None:
+    def _run_to(self, kind: SpanKind, m: int, graph: StageComputation, stops: Iterable[int]) -> None:
         """Run a forward with graph up to each of these layers in turn."""
         first = self._own.start
         for stop in stops:
@@ -389,7 +387,7 @@ class StageRun:
             first = stop
 
     def _differentiate(
-        self, kind: TaskKind, m: int, graph: StageComputation, gradients: Gradients
+        self, kind: SpanKind, m: int, graph: StageComputation, gradients: Gradients
     ) -> Gradients | None:
         """Run the stage's backward, or forward and backward, and return the gradients of the stage's input."""
         stage = self._job.task.stage
@@ -405,14 +403,14 @@ class StageRun:
             found = self._compute(kind, m, layers, run, [added_to] if added_to.numel() else [])
             above = layer
             if self._times_layers:
-                kind = TaskKind.BACKWARD  # below the head, whose span holds its forward too
+                kind = SpanKind.BACKWARD  # below the head, whose span holds its forward too
             if on_final is not None:
                 on_final(layer)
         return found
 
     def _compute(
         self,
-        kind: TaskKind,
+        kind: SpanKind,
         m: int,
         layers: range,
         computation: Callable[[], T],
@@ -425,7 +423,7 @@ class StageRun:
         """
         part_marks: list[tuple[str, Mark]] = []
         # Recomputations may take what is kept in place of their parts, so forwards alone show how long these are.
-        marks_parts = self._times_layers and kind is TaskKind.FORWARD
+        marks_parts = self._times_layers and kind is SpanKind.FORWARD
         marks = marking(partial(self._mark_part, part_marks)) if marks_parts else nullcontext()
         reads = [self._weights.memory, *(slot.memory for slot in self._activations.inputs)]
         # By this thread, also for a backward that autograd's own thread runs: workers may share that one, and a compiler
@@ -435,9 +433,7 @@ class StageRun:
             with marks:
                 result = self._device.run(Stream.COMPUTE, computation, reads, writes)
             end = self._device.mark(Stream.COMPUTE)
-        self.spans.append(
-            DeviceSpan(kind, start, end, micro_batch=m, layers=layers, part_marks=tuple(part_marks))
-        )
+        self.spans.append(Span(kind, start, end, micro_batch=m, layers=layers, part_marks=tuple(part_marks)))
         return result
 
     def _mark_part(self, marks: list[tuple[str, Mark]], name: str) -> None:

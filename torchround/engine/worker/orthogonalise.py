@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from torchround.engine.board import Board
-from torchround.engine.device import Device, Event, Mark, Stream
+from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import FaultLocation
+from torchround.engine.reports import Span, SpanKind
 from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access
@@ -37,7 +38,7 @@ PIECE_ELEMENTS = 16 * 2**20
 class DirectionJob:
     """The turn of a device at the matrices of a step: its bundles, in the order in which their gradients land.
 
-    `accesses` are those to the direction of each, whose content becomes its `LandedDirection`.
+    `accesses` are those to the direction of each, whose content becomes the device's index and a span of the computation.
     """
 
     slot: int
@@ -50,20 +51,6 @@ class DirectionJob:
         bundles = self.bundles if position is None else self.bundles[position : position + 1]
         layers = tuple(names[layer] for bundle in bundles for layer in bundle.layers)
         return FaultLocation(actor, "orthogonalisation", layers) if layers else FaultLocation(actor)
-
-
-@dataclass(frozen=True)
-class LandedDirection:
-    """A bundle's directions, which are on the host after `event`.
-
-    `start` and `end` are marks of `device` around their computation. `layer` is the first that uses the bundle.
-    """
-
-    event: Event
-    device: int
-    layer: int
-    start: Mark
-    end: Mark
 
 
 def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
@@ -170,7 +157,8 @@ class Orthogonaliser:
                 for piece in pieces(direction[first : first + parameter.shape.numel()], parameter.shape):
                     marks += self._enqueue(piece)
         event = self._device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
-        access.buffer.content = LandedDirection(event, self._index, bundle.layers[0], marks[0], marks[-1])
+        layers = range(bundle.layers[0], bundle.layers[0] + 1)
+        access.buffer.content = self._index, Span(SpanKind.ORTHOGONALISE, marks[0], marks[-1], layers=layers)
         access.end(self._board, event)
         return marks[-1]
 

@@ -118,9 +118,8 @@ class BundleTransfer(ABC):
 class WeightUpload(BundleTransfer):
     """The upload of one stage's weights into a slot.
 
-    `versions` has the version of each trained bundle, by layer and bundle. `waited_s` is the host time spent waiting
-    for the optimizer to complete them. Weights in files come from the worker's reader, or straight from their map if
-    there is none.
+    `waited_s` is the host time spent waiting for the optimizer to complete them. Weights in files come from the worker's
+    reader, or straight from their map if there is none.
     """
 
     stream, activations = Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD
@@ -128,7 +127,6 @@ class WeightUpload(BundleTransfer):
     def __init__(self, worker: "DeviceWorker", job: StageJob) -> None:
         self.layout = layout = worker.slots.layout(job.task.stage)
         self.waited_s = 0.0
-        self.versions: dict[tuple[int, int], int] = {}
         self._store = worker.setup.store
         self._flush = worker.flush
         slot = worker.slots.weights.next(layout.weight_numel)
@@ -147,7 +145,7 @@ class WeightUpload(BundleTransfer):
                 yield from reader.request(used, job.pass_.step)
                 continue
             if bundle.trainable:
-                version = self.versions[used.use] = job.pass_.version_read(bundle, used.layer, job.task)
+                version = job.pass_.version_read(bundle, used.layer, job.task)
             # Several sources if the weights are mapped from files, one tensor each.
             for start, source in bundle.sources(version):
                 # Each bundle has an event: the optimizer may overwrite the version as soon as it has gone up.

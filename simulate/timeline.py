@@ -1,6 +1,6 @@
 """Tasks of a schedule, the timeline of its run, and the timeline as a trace file's content.
 
-The engine's traces and the simulator (`simulate/`) use these types.
+The simulator's own; traces of runs have the same form (`engine/tracing.py`).
 """
 
 from collections.abc import Iterable
