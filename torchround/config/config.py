@@ -64,60 +64,52 @@ class EngineTable(Table):
     name: `cuda` (NVIDIA and AMD), `xpu` (Intel), `npu` (Huawei Ascend). `auto`: the machine's accelerators, otherwise `cpu`."""
 
     num_devices: PositiveInt | None = None
-    """Devices to use. If it is more than the number of GPUs, several devices share a GPU. Default: all GPUs. For `cpu` as many
-    as `cpu_threads`, or as many as the threads that PyTorch would use, up to 8."""
+    """Devices to use. More than the GPUs: several share one. Default: all GPUs; for `cpu` `cpu_threads`, otherwise PyTorch's
+    threads, up to 8."""
 
     device_memory_gib: PositiveFloat | None = None
     """Memory that a device may use, in GiB (2^30 bytes). A lower limit makes smaller stages and larger bubbles. Default: a
     share of the memory that is free on the GPU, or an equal share of host memory for `cpu`."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory that the run may use in all, in GiB: weights, gradients, optimizer state, buffers, and the memory of virtual
-    devices. A run that needs more is refused. Default: 95 % of what is free, or of what is left of the container's limit."""
+    """Host memory that the run may use in all, in GiB, virtual devices included. A run that needs more is refused. Default: 95 %
+    of what is free, or of what is left of the container's limit."""
 
     update: Literal["sync", "async", "bounded"] = "sync"
-    """Age of the weights that a step computes with. `sync`: step t uses the weights after t updates. `async`: those after t - 1
-    updates, so that steps overlap; it takes 2 bytes more host memory per trained parameter, 4 with `delay_correction`, and the
-    delay can hurt pre-training from scratch. `bounded`: each layer is updated once its own gradient is complete. The forward of
-    step t uses the weights after t - 1 updates in the first `stale_layers` layers; everything else uses those after t updates.
-    Steps overlap as in `async`, with one version of the weights (in bfloat16 2 bytes more than `sync`). It needs `training.clip
-    = "layer"` or `training.max_norm = 0`, one round, another `training.dtype` than float16, and another optimizer than Muon."""
+    """Age of the weights that step t computes with (docs/staleness.md). `sync`: after t updates. `async`: after t - 1, so that
+    steps overlap; 2 bytes more host memory per trained parameter, 4 with `delay_correction`. `bounded`: after t - 1 in the
+    forward of the first `stale_layers` layers, otherwise after t; 2 bytes more in bfloat16. `bounded` needs `training.clip =
+    "layer"` or `training.max_norm = 0`, one round, another `training.dtype` than float16, and another optimizer than Muon."""
 
     stale_layers: NonNegativeInt | Literal["auto"] = "auto"
-    """Layers of `bounded`, from the first one on, whose forward uses weights that are one update older: 0 to the layers before
-    the last, embedding included. Losses depend on it, so a run keeps its number when it resumes. Each of these layers keeps its
-    input in host memory until its backward. `auto`: the fewest with which steps are not longer, chosen at a run's first
-    start."""
+    """Layers of `bounded`, from the first one on, whose forward uses older weights: 0 to the layers before the last. Each keeps its
+    input in host memory until its backward. `auto`: the fewest with which steps are not longer, chosen at a run's first start;
+    a resumed run keeps them, because losses depend on them."""
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
-    """Correction of the delay in `async`, which it needs. `auto`: `predict` there (docs/staleness.md), and `none` with
-    optimizers that cannot predict (Muon). `predict`: devices compute with weights one update ahead of the newest, along the
-    last update (AdamW's moments, no weight decay). In bfloat16 it takes 2 bytes of host memory per trained parameter
-    (docs/optimizers.md). Checkpoints, exports and validations use the true weights; a validation writes the device weights
-    twice more."""
+    """Correction of the delay in `async`. `predict`: devices compute with weights one update ahead along the last one (AdamW's
+    moments), 2 bytes of host memory per trained parameter in bfloat16 (docs/optimizers.md). Checkpoints, exports and validations
+    use the true weights. `auto`: `predict` where the optimizer can (AdamW, not Muon)."""
 
     rounds: PositiveInt | Literal["auto"] | None = None
-    """Number of parts that a step's micro-batches are cut into, 1 to the number of micro-batches. The parts pass through all
-    stages one after the other. More rounds keep fewer boundary activations in host memory, but each uploads all weights again.
-    Above 1, the host adds the rounds' gradients in float32 (4 bytes more per trained parameter), so the last bits of a loss
-    depend on it. `auto`: the planner chooses for this number of devices, and a resumed run keeps its rounds. Default: 1, or the
-    plan's."""
+    """Parts of a step's micro-batches that pass through all stages one after the other, 1 to the number of micro-batches. More
+    rounds keep fewer boundary activations in host memory, but each uploads all weights again, and above 1 the host adds
+    gradients in float32 (4 bytes more per trained parameter), which changes the last bits of a loss. `auto`: the planner chooses,
+    and a resumed run keeps its rounds. Default: 1, or the plan's."""
 
     recompute: Literal["stage", "layer"] = "stage"
-    """Activations that a backward stage keeps on the device at once, for one micro-batch. `stage`: of all its layers. `layer`:
-    of one layer, which takes less device memory and one more forward pass of the stage."""
+    """Activations of one micro-batch that a backward stage keeps on the device at once. `layer`: of one layer instead of all, which
+    takes less device memory and one more forward pass of the stage."""
 
     keep_activations: Literal["auto", "none", "attention", "half", "all"] | Many[KeptPart] = "auto"
-    """Results that forward stages keep in host memory, so that backward stages do not compute them again. Losses do not depend
-    on it, to the bit. `none`: recompute everything. `all`: keep all parts of every block. `half`: all parts of every other
-    block. `attention`, or an array of parts: these of every block. The parts are `qkv` (the products before attention),
-    `attention` (its kernel), `output` (the product after it), `gate_up` and `down` (the products of the MLP or of the experts).
-    A compiled layer keeps all parts or nothing. `auto`: what makes steps shorter by more than `slower_for_memory`, as far as
-    host memory, device memory and the link allow; nothing on virtual devices and on a card of unknown speed."""
+    """Results that forward stages keep in host memory for backward stages; losses do not depend on it. `all`: all parts of every
+    block. `half`: of every other block. An array of parts, or `attention`: these of every block. Parts: `qkv` (the products
+    before attention), `attention` (its kernel), `output` (the product after it), `gate_up` and `down` (of the MLP or experts).
+    A compiled layer keeps all or nothing. `auto`: what shortens steps by more than `slower_for_memory` and fits; nothing on
+    virtual devices and on a card of unknown speed."""
 
     slower_for_memory: Fraction = 0.01
-    """Share of a step by which a plan may be slower than the fastest one if it needs less host memory. `keep_activations =
-    "auto"` takes memory only for steps that get shorter by more. 0: the fastest plan within the limits."""
+    """Share of a step by which a plan may be slower than the fastest one if it needs less host memory."""
 
     grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes more
@@ -125,34 +117,28 @@ class EngineTable(Table):
 
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format in which a device adds up the gradients of a round's micro-batches. `bfloat16` halves their device memory,
-    but loses small contributions if there are many micro-batches."""
+    but loses small contributions."""
 
     plan: PlanTable | Name | None = None
-    """Partition in place of the planner's: a path to a `plan.json`, or a table `{forward = [2, 2], fused = 2, backward = [2,
-    2]}`."""
+    """Partition in place of the planner's: the path of a `plan.json`, or `{forward = [2, 2], fused = 2, backward = [2, 2]}`."""
 
     measure_steps: NonNegativeInt = 3
-    """Steps at the start of a run that measure every layer's time, under the plan from FLOPs and bytes. Then the planner plans
-    again and writes `plan.json`, which a resumed run keeps. Losses do not depend on it. 0: plan from FLOPs and bytes alone."""
+    """Steps at the start of a run that measure every layer's time; then the planner plans again and writes `plan.json`, which a
+    resumed run keeps. 0: plan from FLOPs and bytes alone. Losses do not depend on it."""
 
     hang_timeout_s: PositiveFloat = 300.0
     """Seconds without progress of a worker that stop the run, with a report. Longer than a stage takes for one micro-batch."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Code that is compiled. `true`: the host's optimizer update and the layers. `auto`: the layers on accelerators that
-    Inductor writes code for (`cuda`, `xpu`), and the optimizer update from 2^21 trained parameters on. `false`: nothing.
-
-    The compiled update is several times as fast, with the same bits; compiling takes one core about 1 s while the first step
-    runs. Layers are compiled during the first step, once for each kind of layer, size of micro-batch and GPU: 10 to 60 s each.
-    A compiled layer holds all its gradients of one micro-batch on the device at once. Its losses differ in the last bits from
-    uncompiled ones, so a run should keep this setting. Compiled layers are cached in `TORCHINDUCTOR_CACHE_DIR`, the optimizer
-    there or in `~/.cache/torchround`. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's
-    headers (`python3-dev`). Code that cannot be compiled runs uncompiled, with one warning. With `auto` so do layers that take
-    too much device memory while they are compiled, and blocks in micro-batches of more than 8192 tokens."""
+    """Code that is compiled (docs/engine.md). `true`: the host's optimizer update and the layers. `auto`: the layers on `cuda` and
+    `xpu`, if they are no larger than the device allows and micro-batches have up to 8192 tokens, and the optimizer update from
+    2^21 trained parameters on. Losses of compiled layers differ in the last bits. The first step takes 10 to 60 s more for each
+    kind of layer. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's headers. Code that
+    cannot be compiled runs uncompiled, with one warning."""
 
     cpu_threads: PositiveInt | None = None
-    """Threads that PyTorch uses inside one operation of the host: the optimizer's update, initial weights. Bits do not depend
-    on it. A virtual device always computes with one thread. Default: PyTorch's choice."""
+    """Threads of PyTorch inside one operation of the host; a virtual device always has one. Bits do not depend on it. Default:
+    PyTorch's choice."""
 
 
 class Config(Table):

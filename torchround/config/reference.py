@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from textwrap import dedent
+from inspect import cleandoc
 from typing import Any, cast
 
 from pydantic_core import PydanticUndefined
@@ -32,33 +32,39 @@ PAGE_HEAD = """\
 Reference: every key of a run's TOML file. `python -m torchround.config` writes this page from the docstrings of
 `torchround/config/`. Do not edit it.
 
-A run is one TOML file: `python train.py --config NAME.toml`. The name is looked up as given, then in `configs/`
-of the working directory and of the repository. One message names every mistake (file, key, type, range, combination)
-before any work begins, and the exit code is 2.
+`python train.py --config NAME.toml` looks the file up as given, then in `configs/` of the working directory and of the
+repository. One message names every mistake (file, key, type, range, combination) before any work begins, and the exit
+code is 2.
 
-**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file. That file is
-looked up beside the file that names it, then in `configs/`. A key that is given again replaces the base's whole value.
-`run.name` is not inherited. `"none"` clears an optional key: `flavor = "none"`.
+**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file, which is looked up
+beside it, then in `configs/`. A key that is given again replaces the base's whole value. `run.name` is not inherited.
+`"none"` clears an optional key: `flavor = "none"`.
 
-**Command line.** Any key can be given after the files: `--training.steps 20`, `--engine.update=sync`,
-`--data.sources '[{path = "corpus/*.txt"}]'`, `--engine.plan.fused 2`. The value is read as TOML and checked like a
-file's. A bare word that is not TOML is a string. `--print-config` prints the result.
+**Command line.** Any key can follow the file: `--training.steps 20`, `--engine.update=sync`,
+`--data.sources '[{path = "corpus/*.txt"}]'`, `--engine.plan.fused 2`. The value is read as TOML. A bare word that is not
+TOML is a string. `--print-config` prints the result.
 """
 
 
 def usage() -> str:
     """Write the flags, then all tables and keys."""
-    return USAGE + _reference()
+    return USAGE + "".join(_reference())
 
 
 def page() -> str:
     """Write the content of docs/configuration.md."""
-    return PAGE_HEAD + _reference()
+    return PAGE_HEAD + "".join(_reference())
 
 
-def _reference() -> str:
-    """Write each table, and each of its keys with what is legal, its default and its documentation."""
-    return "".join(text for title, table in _tables() for text in _texts(title, table))
+def _reference() -> Iterator[str]:
+    """Yield each table, and each of its keys with what is legal, its default and its documentation."""
+    for title, table in _tables():
+        yield f"\n## {title}\n\n{cleandoc(table.__doc__ or '')}\n"
+        schemas = table.model_json_schema()["properties"]
+        for key, info in table.model_fields.items():
+            is_set = info.default is not PydanticUndefined and info.default is not None
+            default = f" (default {show(info.default)})" if is_set else ""
+            yield f"\n**`{key}`**: {_describe(schemas[key])}{default}\n\n{cleandoc(info.description or '')}\n"
 
 
 def _tables() -> Iterator[tuple[str, type[Table]]]:
@@ -76,24 +82,7 @@ def _tables() -> Iterator[tuple[str, type[Table]]]:
     yield "`engine.plan`", PlanTable
 
 
-def _texts(title: str, table: type[Table]) -> Iterator[str]:
-    yield f"\n## {title}\n\n{documentation(table.__doc__)}\n"
-    schemas = table.model_json_schema()["properties"]
-    for key, info in table.model_fields.items():
-        is_set = info.default is not PydanticUndefined and info.default is not None
-        default = f" (default {show(info.default)})" if is_set else ""
-        yield f"\n**`{key}`**: {describe(schemas[key])}{default}\n\n{documentation(info.description)}\n"
-
-
-def documentation(text: str | None) -> str:
-    """Return the docstring of a key or table, without indentation."""
-    assert text, "each table and key has a docstring"
-    first, _, rest = text.strip().partition("\n")
-    return f"{first}\n{dedent(rest)}".strip()
-
-
-_TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
-_BOUNDS = {
+_WORDS = {
     "minimum": "of at least",
     "exclusiveMinimum": "above",
     "maximum": "at most",
@@ -101,17 +90,16 @@ _BOUNDS = {
 }
 
 
-def describe(schema: dict[str, Any]) -> str:
-    """Say in words what a JSON schema allows, for example `an integer, at least 1, or "auto"`."""
+def _describe(schema: dict[str, Any]) -> str:
+    """Say in words what a JSON schema allows, for example `integer of at least 1 or "auto"`."""
     if "anyOf" in schema:
-        return " or ".join(describe(each) for each in schema["anyOf"] if each.get("type") != "null")
+        return " or ".join(_describe(each) for each in schema["anyOf"] if each.get("type") != "null")
     if "enum" in schema or "const" in schema:
         return " or ".join(show(choice) for choice in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        items = schema.get("items") or schema["prefixItems"][0]
-        return f"an array, each element {describe(items)}"
+        return f"array, each element {_describe(schema.get('items') or schema['prefixItems'][0])}"
     # The bound of all integers is left out: it matters only to a user who exceeds it.
     bounds = [
-        f"{words} {schema[name]}" for name, words in _BOUNDS.items() if schema.get(name, MAX_INT) != MAX_INT
+        f"{words} {schema[name]}" for name, words in _WORDS.items() if schema.get(name, MAX_INT) != MAX_INT
     ]
-    return " ".join([_TYPES.get(schema.get("type", ""), "a table"), " and ".join(bounds)]).strip()
+    return " ".join([schema.get("type", "table").replace("object", "table"), " and ".join(bounds)]).strip()

@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -16,7 +16,6 @@ from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest
 from torchround.config.key_types import Table
 from torchround.config.optimizer_tables import optimizer_tables, table_for
 from torchround.config.tables import ShapeTable
-from torchround.config.usual_names import nearest_value, other_way, usual_key
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +25,7 @@ DEFAULT_STEPS = 1000
 MOST_MISTAKES = 20
 """Mistakes that one message lists."""
 
-GONE_KEYS = {
-    "data.on_changed_files": "stop",
-    "engine.share_links": "auto",
-    "machines.compress": "none",
-    "trace.memory": False,
-}
+GONE_KEYS: dict[str, Any] = {}
 """Keys of earlier releases, and their defaults. The config that each run saved gives them all."""
 
 INNER_TABLES: dict[str, type[Table]] = {
@@ -58,11 +52,8 @@ class RawConfig:
     def source_of(self, key: str) -> str:
         """Return the source of a key such as `data.sources[0].path`, or of the nearest key around it."""
         parts = key.replace("[", ".[").split(".")
-        for length in range(len(parts), 0, -1):
-            source = self.sources.get(".".join(parts[:length]))
-            if source is not None:
-                return source
-        return self.main_source
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self.sources[each] for each in prefixes if each in self.sources), self.main_source)
 
 
 def validate(raw: RawConfig) -> Config:
@@ -136,59 +127,39 @@ def _key(given: Any, details: ErrorDetails) -> str:
 
 
 def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
-    first = same[0]
-    given = first["input"]
-    if first["type"] == "extra_forbidden":
-        return _unknown(raw, key, given)
-    if first["type"] == "missing":
+    kind, given = same[0]["type"], same[0]["input"]
+    if kind == "missing":
         return "missing"
-    if "." not in key and any(details["type"].startswith(("model", "dict")) for details in same):
-        return f"given {show(given)}; legal: a table, written [{key}]"
+    if kind == "extra_forbidden":
+        return _unknown(raw, key, given)
     texts = [re.sub(r"a valid dictionary or instance of \w+", "a table", details["msg"]) for details in same]
-    first_text, *others = dict.fromkeys(text.removeprefix("Value error, ") for text in texts)
-    text = " or ".join([first_text, *(other.removeprefix("Input should be ") for other in others)])
-    text = f"given {show(given)}; {text[0].lower()}{text[1:]}"
-    if isinstance(given, str):
-        expected = " ".join(each.get("ctx", {}).get("expected", "") for each in same)
-        return text + nearest_value(given, re.findall("'(.*?)'", expected))
-    if first["type"] == "string_type" and raw.source_of(key) == COMMAND_LINE:
-        text += f"; as a string: --{key} '\"{show(given)}\"'"
-    return text
+    first, *others = dict.fromkeys(text.removeprefix("Value error, ") for text in texts)
+    text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    choices = re.findall("'(.*?)'", text) if isinstance(given, str) else []
+    return f"given {show(given)}; {text[0].lower()}{text[1:]}{nearest(str(given), choices)}"
 
 
 def _unknown(raw: RawConfig, key: str, given: Any) -> str:
     outer, _, name = key.rpartition(".")
     tables = all_keys()
+    known = tables.get(outer, tuple(tables))
     if outer == "optimizer":
-        known: tuple[str, ...] = tuple(table_for(raw.tables["optimizer"]).model_fields)
-    elif outer:
-        known = tables.get(outer) or tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
-    else:
-        known = tuple(tables)
-    meant = usual_key(name)
-    hint = f"; nearest: {meant}" if meant else other_way(key) or other_way(name) or nearest(name, known)
+        known = tuple(table_for(raw.tables["optimizer"]).model_fields)
+    elif outer not in ("", *tables):
+        known = tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
     # A name that is like no key of this table may be a key of another.
     elsewhere = [f"{other}.{name}" for other, keys in tables.items() if name in keys and other != outer]
-    if not outer and not isinstance(given, dict):
-        hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else hint
-        return f"given {show(given)} outside of a table; a key belongs below its table's [name]{hint}"
-    if not outer:
-        return f"unknown table; legal: {', '.join(known)}{hint}"
-    if elsewhere and not hint:
-        hint = f"; nearest: {', '.join(elsewhere)}"
+    hint = nearest(name, known) or (f"; nearest: {', '.join(elsewhere)}" if elsewhere else "")
     others = [show(each) for each, keys in optimizer_tables().items() if name in keys.model_fields]
     if outer == "optimizer" and others:
         hint = f"; it is a key of optimizer.name = {' and '.join(others)}"
-    return f"unknown key, given {show(given)}; legal in {outer}: {', '.join(known)}{hint}"
+    what = "key, " if outer else "table, " if isinstance(given, dict) else "key outside of a table, "
+    return f"unknown {what}given {show(given)}; legal{' in ' * bool(outer)}{outer}: {', '.join(known)}{hint}"
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of each table, in the order of the documentation."""
-    tables = {name: info.annotation for name, info in Config.model_fields.items()}
-    keys = {
-        name: tuple(table.model_fields)
-        for name, table in tables.items()
-        if isinstance(table, type) and issubclass(table, Table)
-    }
+    tables = {name: cast(type[Table], info.annotation) for name, info in Config.model_fields.items()}
+    keys = {name: tuple(table.model_fields) for name, table in tables.items()}
     every_optimizer = (key for table in optimizer_tables().values() for key in table.model_fields)
     return keys | {"optimizer": tuple(dict.fromkeys(every_optimizer))}
