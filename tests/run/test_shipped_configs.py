@@ -24,7 +24,7 @@ def question_for(config, *keys):
         assert first.startswith("# Any machine")
         return None
     assert first.startswith(f"# {table.num_cards} x {name} (24 GiB), {table.host_memory_gib:g} GiB of host memory")
-    machine = dry_run_hardware(options.config)
+    machine = dry_run_hardware(options)
     machines = planned_machines(table)
     return question_of(options.config, build_model(options), machine, (), machines)
 

@@ -3,8 +3,7 @@
     torchround doctor
     torchround doctor --config NAME.toml --folder /fast/disk
 
-The rates of the links to the devices are measured. Every config is planned for the devices and the memory that are free
-now. Nothing is trained, and nothing is written.
+Every config is planned for the devices and the memory that are free now. Nothing is trained, and nothing is written.
 """
 
 import logging
@@ -25,9 +24,7 @@ from torchround.commands.configured_model import MISTAKES
 from torchround.commands.plan_run import configured_question, known_vocab_size
 from torchround.config import ConfigError, EngineTable, parse_command_line
 from torchround.config.load import find_config
-from torchround.engine.device import Device, Stream
 from torchround.engine.errors import EngineError
-from torchround.engine.store.host_memory import HostAllocator
 from torchround.optim.kernel import keep_inductor_private
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import report_plan
@@ -37,7 +34,6 @@ from torchround.run.run_folder import checkpoint_bytes
 from torchround.untrusted.terminal import say, terminal_safe
 
 NAME_WIDTH = 27  # in characters
-LINK_BYTES = 2**28  # of one copy: long compared with its start
 
 
 def main(arguments: list[str]) -> int:
@@ -87,9 +83,6 @@ def machine_facts(folder: Path) -> Iterator[tuple[str, str]]:
                 free, whole = map(size_text, kind.free_and_total_bytes(index))
                 yield f"device {index}", f"{kind.card_name(index)}: {free} free of {whole}"
             yield "compiled layers", compiler_text(kind)
-            # One worker for each card: workers that share a card share its link.
-            for index, device in enumerate(found.make_devices()[: kind.count()]):
-                yield f"link {index}", link_text(device)
     except (EngineError, RuntimeError) as error:  # a card in use by others, or a driver that fails
         reason, *_ = str(error).split("\n")
         yield "devices", f"cannot be used: {reason}"
@@ -107,30 +100,6 @@ def compiler_text(kind: AcceleratorKind) -> str:
         reason = str(error).strip().partition("\n")[0]
         return f"a kernel could not be compiled ({type(error).__name__}: {reason}); layers run uncompiled"
     return "Inductor compiled a kernel, which ran"
-
-
-def link_text(device: Device) -> str:
-    """Copy between host and device, one direction at a time, and say the rates."""
-    device.enter_thread()
-    allocator = HostAllocator(device.pins_host_memory)
-    try:
-        host = allocator.allocate(LINK_BYTES, for_devices=True)
-        memory = "page-locked" if allocator.locked_buffers() > 0 else "NOT page-locked"
-        there = device.allocate(LINK_BYTES)
-        rates = []
-        up, down = (Stream.WEIGHT_UPLOAD, there, host), (Stream.GRADIENT_DOWNLOAD, host, there)
-        for stream, to, source in (up, down):
-            device.copy(stream, to, source)  # the first copy is slower
-            begin = device.mark(stream)
-            device.copy(stream, to, source)
-            rates.append(LINK_BYTES / device.mark(stream).seconds_since(begin) / 1e9)
-    except (EngineError, RuntimeError) as error:
-        return f"not measured: {error}"
-    finally:
-        device.finish()
-        device.free()
-        allocator.close()
-    return f"{rates[0]:.2f} GB/s up, {rates[1]:.2f} GB/s down, from and to {memory} host memory"
 
 
 def config_text(path: Path) -> str:

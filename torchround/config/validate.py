@@ -135,8 +135,8 @@ def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
     texts = [re.sub(r"a valid dictionary or instance of \w+", "a table", details["msg"]) for details in same]
     first, *others = dict.fromkeys(text.removeprefix("Value error, ") for text in texts)
     text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
-    choices = re.findall("'(.*?)'", text) if isinstance(given, str) else []
-    return f"given {show(given)}; {text[0].lower()}{text[1:]}{nearest(str(given), choices)}"
+    hint = nearest(given, re.findall("'(.*?)'", text)) if isinstance(given, str) else ""
+    return f"given {show(given)}; {text[0].lower()}{text[1:]}{hint}"
 
 
 def _unknown(raw: RawConfig, key: str, given: Any) -> str:
@@ -147,9 +147,8 @@ def _unknown(raw: RawConfig, key: str, given: Any) -> str:
         known = tuple(table_for(raw.tables["optimizer"]).model_fields)
     elif outer not in ("", *tables):
         known = tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
-    # A name that is like no key of this table may be a key of another.
     elsewhere = [f"{other}.{name}" for other, keys in tables.items() if name in keys and other != outer]
-    hint = nearest(name, known) or (f"; nearest: {', '.join(elsewhere)}" if elsewhere else "")
+    hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else nearest(name, known)
     others = [show(each) for each, keys in optimizer_tables().items() if name in keys.model_fields]
     if outer == "optimizer" and others:
         hint = f"; it is a key of optimizer.name = {' and '.join(others)}"
