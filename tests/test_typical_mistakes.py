@@ -68,7 +68,6 @@ MISTAKES = {
     ),
     "a tokenizer that the file names": ("run.toml: tokenizer.path: given", 'name = "bytes" -> path = "nowhere"'),
     "a chat template": ("tokenizer.chat_template: given", ["--tokenizer.chat_template=nowhere.jinja"]),
-    "a template's variable": ("tokenizer.chat_template_kwargs: ", ["--tokenizer.chat_template_kwargs={tools = []}"]),
     "data that is not there": ("run.toml: data.sources: .*texts/", "text.txt -> texts/*.txt"),
     "chats read as text": ("data.sources: .*chats.jsonl.*line 1.*conversation", "text.txt -> chats.jsonl"),
     "a broken line": ("data.sources: .*broken.jsonl.*line 1", "text.txt -> broken.jsonl"),

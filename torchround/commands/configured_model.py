@@ -4,7 +4,10 @@ Every command builds them here.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ from torch import Tensor
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest
 from torchround.config import MODEL_FOLDER, ConfigError, Options, show, users_module
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
-from torchround.engine.errors import EngineUsageError
+from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.hf import HFError, PretrainedWeights, quantised_advice, quantised_kind, read_adapters
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
 from torchround.layer import FileTensor, LayeredModel
+from torchround.machines.group import MachineError
 from torchround.models import (
     FAMILIES,
     OWN_FAMILIES,
@@ -36,6 +40,7 @@ from torchround.planning.partition import PlanError
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.numbers import DTYPES
 from torchround.run.run_folder import RunError
+from torchround.untrusted.terminal import escape_unprintable
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,28 @@ MISTAKES = (
     *(InfeasiblePlanError, PlanError, RunError, UnknownPeakError),
 )
 """Errors of the user in what a config asks for. A command ends with exit code 2 and the message."""
+
+
+def end_with_message(
+    work: Callable[[], int], mistakes: tuple[type[Exception], ...], faults: tuple[type[Exception], ...] = ()
+) -> int:
+    """Do the work of a command. Returns its exit code: 2 after one of `mistakes`, 1 after one of `faults`, each one message."""
+    try:
+        return work()
+    except mistakes as error:
+        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
+        return 2
+    except faults as error:
+        # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
+        # An error on another machine has no traceback here.
+        if isinstance(error, PipelineError) and not isinstance(error.__cause__, MachineError | None):
+            traceback.print_exception(error.__cause__)
+        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
 
 Mapped = Mapping[str, Sequence[FileTensor]]
 """Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""

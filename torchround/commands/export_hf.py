@@ -28,12 +28,11 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands import new_parser
-from torchround.commands.configured_model import SavedModel, open_checkpoint
+from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_checkpoint
 from torchround.commands.generation_files import write_generation, write_json
-from torchround.config import Config, ConfigError, Options, load_config, show
+from torchround.config import Config, Options, load_config, show
 from torchround.config.load import apply_override, parse_overrides
 from torchround.config.validate import RawConfig, validate
-from torchround.data import TokenizerError
 from torchround.data.text.template_files import export_tokenizer, folder_of
 from torchround.hf import HFError
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
@@ -41,10 +40,10 @@ from torchround.hf.model_card import CARD_FILE, CardFacts, model_card
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
 from torchround.hf.tensor_folder import read_object
 from torchround.layer import HFNames
-from torchround.models import ModelConfigError, adapter_names, adapter_pairs, peft_config
+from torchround.models import adapter_names, adapter_pairs, peft_config
 from torchround.run.numbers import DTYPES
 from torchround.untrusted.regular_file import refuse_links_out_of, write_whole
-from torchround.untrusted.terminal import say, terminal_safe
+from torchround.untrusted.terminal import say
 
 # Endings of the files of a model and its tokenizer that an export copies or reads.
 PUBLISHED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
@@ -62,18 +61,14 @@ def main(arguments: list[str]) -> int:
     add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
     add("--dtype", choices=DTYPES, help="type of every tensor")
     given, overrides = parser.parse_known_args(arguments)
-    try:
+
+    def run() -> int:
         own = None if given.config is None else load_config(given.config)
-        options = {
-            "adapters": given.adapters,
-            "dtype": given.dtype,
-            "shard_bytes": int(given.max_shard_gb * 1e9),
-        }
-        say(export(given.checkpoint, given.output, own, overrides, **options))
-    except (HFError, CheckpointError, ConfigError, ModelConfigError, TokenizerError, OSError) as error:
-        print(terminal_safe(error), file=sys.stderr)
-        return 2
-    return 0
+        asked = {"adapters": given.adapters, "dtype": given.dtype}
+        say(export(given.checkpoint, given.output, own, overrides, **asked))
+        return 0
+
+    return end_with_message(run, (*MISTAKES, CheckpointError, OSError))
 
 
 def export(

@@ -9,14 +9,13 @@ sequence before, its first token here is the last label there. Long documents ar
 
 import argparse
 import heapq
-import sys
 from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 
 from torchround.commands import new_parser, positive_integer
-from torchround.commands.configured_model import MISTAKES, find_tokenizer, model_config
+from torchround.commands.configured_model import MISTAKES, end_with_message, find_tokenizer, model_config
 from torchround.config import Config, parse_command_line
 from torchround.data import DataError, Tokenizer, build_loader, num_tokens
 from torchround.data.loader import mix_settings, open_sources
@@ -38,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     add("--sequences", type=positive_integer, default=2, help="sequences of each to print (default 2)")
     add("--whole", action="store_true", help="print all of each document, not shortened")
     options, overrides = parser.parse_known_args(arguments)
-    try:
+
+    def inspect() -> int:
         parsed = parse_command_line(["--config", options.config, *overrides])
         tokenizer = find_tokenizer(parsed)
         vocab_size = tokenizer.vocab_size
@@ -47,10 +47,9 @@ def main(arguments: Sequence[str]) -> int:
             vocab_size = model_config(parsed, tokenizer.vocab_size)[1].vocab_size
         print_batches(parsed.config, tokenizer, vocab_size, options)
         print_survey(parsed.config, tokenizer, vocab_size)
-    except (*MISTAKES, DataError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return end_with_message(inspect, (*MISTAKES, DataError))
 
 
 def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options: argparse.Namespace) -> None:

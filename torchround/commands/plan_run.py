@@ -6,7 +6,6 @@ The shipped configs name a machine ([machines]), so that `--config` alone is eno
 follow, as for train.py: `--training.seq_len 8192`. Nothing is allocated.
 """
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -14,8 +13,8 @@ from pathlib import Path
 
 from torchround.accelerators import deterministic_operations
 from torchround.commands import CommandError, new_parser
-from torchround.commands.configured_model import MISTAKES, build_model, find_weights
-from torchround.config import Config, MachinesTable, Options, parse_command_line
+from torchround.commands.configured_model import MISTAKES, build_model, end_with_message, find_weights
+from torchround.config import Config, MachinesTable, Options, parse_command_line, show
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.layer import LayeredModel
@@ -42,7 +41,6 @@ from torchround.run.hardware import (
     USABLE_DEVICE_FRACTION,
     USABLE_HOST_FRACTION,
     Hardware,
-    find_hardware,
     planned_kind,
 )
 from torchround.run.numbers import RunNumbers, run_question
@@ -65,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, dest=key, help=f"short for --{key}")
     given, overrides = parser.parse_known_args(arguments)
     overrides += [f"--{key}={value}" for key in SHORT.values() if (value := vars(given)[key]) is not None]
-    try:
+
+    def plan() -> int:
         options = parse_command_line(["--config", given.config, *overrides])
         machine = planned_hardware(options)
         with deterministic_operations(options.config.training.deterministic):
@@ -77,14 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     raise CommandError(f"--costs {given.costs}: {error}") from None
             answer = report_plan(question)
             show_plan(machine, answer)
-    except (*MISTAKES, CommandError) as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
-    return 0 if answer.plan is not None else 1
+        return 0 if answer.plan is not None else 1
+
+    return end_with_message(plan, (*MISTAKES, CommandError))
 
 
 def configured_question(options: Options, vocab_size: int | None, hardware: Hardware) -> RunQuestion:
-    """Return the planner's question for the configured run on `hardware`. A dry run asks it too.
+    """Return the planner's question for the configured run on `hardware`.
 
     `vocab_size` as in `build_model`. The pretrained files are read only if weights stay in them, so that a plan needs no
     download.
@@ -128,9 +126,10 @@ def known_vocab_size(options: Options) -> int | None:
 def planned_hardware(options: Options) -> Hardware:
     """Describe the machine that the config names. Raises `ConfigError` for a card that is not in the table."""
     engine, machines = options.config.engine, options.config.machines
-    card = None if machines.card is None else find_device(machines.card)
+    card = find_device(machines.card or "")
     if card is None:
-        raise options.unknown_name("machines.card", str(machines.card), device_names())
+        given = "no card is named" if machines.card is None else f"given {show(machines.card)}"
+        raise options.error("machines.card", f"{given}; legal: {', '.join(device_names())}")
     host_gib = engine.host_memory_gib
     if host_gib is None and machines.host_memory_gib is not None:
         host_gib = USABLE_HOST_FRACTION * machines.host_memory_gib
@@ -145,22 +144,10 @@ def planned_hardware(options: Options) -> Hardware:
     )
 
 
-def dry_run_hardware(options: Options) -> Hardware:
-    """Describe the machine that the config names; without one, find this machine's hardware."""
-    if options.config.machines.card is None:
-        return find_hardware(options.config.engine)
-    say("planned for the machine that the config names (--machines.card none: for this one)")
-    return planned_hardware(options)
-
-
 def show_plan(machine: Hardware, answer: PlanReport) -> None:
     """Print the report, and what would make a run fit that does not. `train.py --dry-run` prints it here too."""
     if machine.spec is not None and machine.device_bytes is not None:
-        host = (
-            "no limit of host memory was given"
-            if machine.host_bytes is None
-            else gib_text(machine.host_bytes)
-        )
+        host = "no limit was given" if machine.host_bytes is None else gib_text(machine.host_bytes)
         usable = f"{gib_text(machine.device_bytes)} usable of {machine.spec.memory_gib:g} GiB"
         say(f"planned for {machine.num_devices} x {machine.spec.name} with {usable}; host memory: {host}")
     for line in filter(None, report_lines(answer)):

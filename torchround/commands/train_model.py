@@ -8,9 +8,6 @@ after saving. The machines of one run end with the same code, except that 1 may 
 
 import logging
 import os
-import signal
-import sys
-import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -25,14 +22,20 @@ from torchround.checkpoint import (
     open_checkpoint,
 )
 from torchround.commands import configured_model
-from torchround.commands.configured_model import build_model, find_tokenizer, find_weights, model_config
+from torchround.commands.configured_model import (
+    build_model,
+    end_with_message,
+    find_tokenizer,
+    find_weights,
+    model_config,
+)
 from torchround.commands.export_hf import export
 from torchround.commands.generation_files import stop_tokens
 from torchround.commands.plan_run import (
-    configured_question,
-    dry_run_hardware,
     exchange_text,
     plan_with_advice,
+    planned_hardware,
+    planned_machines,
     question_of,
     show_plan,
 )
@@ -40,7 +43,7 @@ from torchround.commands.try_model import prompts_of
 from torchround.config import Config, Options, parse_command_line, to_toml
 from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader, reading_order
 from torchround.data.loader import Loader, reads_conversations
-from torchround.engine.errors import EngineError, PipelineError
+from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.group import LaunchError, MachineError
@@ -50,7 +53,7 @@ from torchround.planning.plan_report import host_memory, report_plan
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
-from torchround.run.hardware import find_hardware
+from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import (
     given_folder,
@@ -63,7 +66,7 @@ from torchround.run.run_folder import RunError, RunFolder, disk_need
 from torchround.run.several_machines import RunMachines, is_first_process, joined_machines, quiet_unless_first
 from torchround.run.validation import RunSamples, best_of, kept_losses
 from torchround.trainer import Trainer
-from torchround.untrusted.terminal import Progress, escape_unprintable, say
+from torchround.untrusted.terminal import Progress, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
 # traceback.
@@ -74,22 +77,7 @@ FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        return run(arguments)
-    except MISTAKES as error:
-        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
-        return 2
-    except FAULTS as error:
-        # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
-        # An error on another machine has no traceback here.
-        is_here = not isinstance(error.__cause__, MachineError | None)
-        if isinstance(error, PipelineError) and is_here:
-            traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted before the first step", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return end_with_message(lambda: run(arguments), MISTAKES, FAULTS)
 
 
 def run(arguments: list[str]) -> int:
@@ -127,10 +115,12 @@ def train(options: Options, machines: RunMachines) -> int:
         return exit_code
 
 
-def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> RunParts:
+def build(
+    options: Options, machines: RunMachines, planned: PlannedMachines, hardware: Hardware | None = None
+) -> RunParts:
     """Build the parts of the run and check them against each other. Nothing large is allocated.
 
-    `planned` is what the planner knows of `machines`.
+    `planned` is what the planner knows of `machines`. `hardware` is this machine's if it is not given.
     """
     config = options.config
     if config.engine.cpu_threads is not None:
@@ -140,7 +130,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    hardware = find_hardware(config.engine, machines.host_share)
+    hardware = hardware or find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
@@ -245,26 +235,23 @@ def check_start(options: Options, machines: RunMachines) -> None:
 
 
 def dry_run(options: Options) -> int:
-    """Print the run's plan with all that it needs, or what would make it fit; with `--print-config` the config too."""
+    """Print the run's plan with all that it needs; with `print_config` the config too. Raises the errors of `build`.
+
+    The plan is for the machines that the config names, otherwise for this one.
+    """
     config = options.config
     if options.print_config:
         print(to_toml(config))
-    tokenizer = find_tokenizer(options)
-    # Finds the mistakes that only show when the headers of the pretrained files and the data are looked at.
-    find_weights(options, build_model(options, tokenizer.vocab_size, warns=False))
-    build_loaders(options, tokenizer)
-    if config.training.steps is None:
-        say(f"steps    of data.epochs = {config.data.epochs}, counted when the run starts")
-    machine, folder = dry_run_hardware(options), RunFolder(config.run)
-    question = configured_question(options, tokenizer.vocab_size, machine)
-    answer = report_plan(with_kept_choices(question, config, folder))
-    show_plan(machine, answer)
-    stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers
-    need = disk_need(config, folder, replace(question, stale_layers=stale_layers))
+    named = None if config.machines.card is None else planned_hardware(options)
+    parts = build(options, RunMachines(), planned_machines(config.machines), named)
+    if named is not None:
+        say("planned for the machine that the config names (--machines.card none: for this one)")
+    show_plan(parts.hardware, report_plan(parts.question))
+    need = disk_need(parts.config, parts.folder, parts.question)
     say(f"disk: {need.text()}")
-    if config.machines.card is None:  # the disk of another machine is not known
+    if named is None:  # the disk of another machine is not known
         need.require_one()
-    return 0 if answer.plan is not None else 2
+    return 0
 
 
 def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:

@@ -15,9 +15,6 @@ import argparse
 import json
 import logging
 import math
-import signal
-import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,6 +30,7 @@ from torchround.commands.configured_model import (
     MISTAKES,
     Mapped,
     build_model,
+    end_with_message,
     find_tokenizer,
     find_weights,
     model_config,
@@ -49,7 +47,7 @@ from torchround.data.document_types import Conversation
 from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_windows
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.tokenizer import encode_spans
-from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
+from torchround.engine.errors import EngineError, EngineUsageError
 from torchround.generation import Sampling, Score, TextEngine, inference_store
 from torchround.generation.continuations import GROUPS
 from torchround.hf import PretrainedWeights
@@ -62,7 +60,7 @@ from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, num_parameters
 from torchround.run.run_folder import CONFIG_FILE
 from torchround.run.validation import Prompt, without_end
-from torchround.untrusted.terminal import Progress, escape_unprintable, say
+from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
 
@@ -74,20 +72,8 @@ def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     options, overrides = parse(arguments)
-    try:
-        try_model(options, overrides)
-    except (*MISTAKES, DataError, CheckpointError) as error:
-        print(escape_unprintable(str(error)), file=sys.stderr)
-        return 2
-    except EngineError as error:
-        if isinstance(error, PipelineError):
-            traceback.print_exception(error.__cause__)  # only this says where in the model's code
-        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+    mistakes = (*MISTAKES, DataError, CheckpointError)
+    return end_with_message(lambda: try_model(options, overrides), mistakes, (EngineError,))
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -120,7 +106,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, overrides
 
 
-def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Do what the command line asks for, and print it. Raises the errors that `main` turns into messages."""
     given = dict(parse_overrides(overrides))
     if options.perplexity is not None:
@@ -150,7 +136,7 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         if text is not None:
             print_score(options, text, engine.score(text))
         if not prompts:
-            return
+            return 0
         stops = stop_tokens(config, tokenizer)
         limits = {"max_tokens": options.max_tokens, "stop_tokens": stops, "sampling": options.sampling}
         try:
@@ -165,6 +151,7 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
                 print(json.dumps(values), flush=True)
             else:
                 say(f"\n{prompt.text}»{continuation}")
+    return 0
 
 
 def print_score(options: argparse.Namespace, text: "ScoredText", found: Score) -> None:

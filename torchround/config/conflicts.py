@@ -10,7 +10,7 @@ Conflict = tuple[str, str]
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Find what keeps tables, each legal by itself, from being used together."""
-    for check in (_model, _data, _training, _plan, _update, _validation):
+    for check in (_model, _training, _update, _validation):
         yield from check(config)
 
 
@@ -24,8 +24,6 @@ def _model(config: Config) -> Iterator[Conflict]:
             yield f"model.{key} model.hf_path", clears
     if tokenizer.path is not None and tokenizer.name is not None:
         yield "tokenizer.path tokenizer.name", clears
-    if tokenizer.path is None and tokenizer.name is None and model.hf_path is None:
-        yield "tokenizer.path tokenizer.name model.hf_path", 'path, or name = "bytes", or model.hf_path'
     for key, wanted in (("map_base", "a folder with the base's files"), ("path", "the base of the adapters")):
         if getattr(lora, key) and lora.rank == 0:
             yield f"lora.{key} lora.rank", "a rank above 0, which trains adapters"
@@ -37,18 +35,10 @@ def _model(config: Config) -> Iterator[Conflict]:
         yield "checkpoint.load checkpoint.load_path", "the folder of the checkpoint that holds them"
 
 
-def _data(config: Config) -> Iterator[Conflict]:
-    for table, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
-        if any(source.module is not None and source.format == "dataset" for source in sources):
-            yield f"{table}.sources", 'module, which reads files, or format = "dataset", not both'
-    if config.training.global_batch_size % config.data.streams:
-        yield "data.streams training.global_batch_size", "a batch that is a multiple of the streams"
-
-
 def _training(config: Config) -> Iterator[Conflict]:
     training, warmup = config.training, config.lr_schedule.warmup_steps
-    if training.micro_batch_size > training.global_batch_size:
-        yield "training.micro_batch_size training.global_batch_size", "a micro-batch of at most the batch"
+    if training.global_batch_size % config.data.streams:
+        yield "data.streams training.global_batch_size", "a batch that is a multiple of the streams"
     if training.fp16_accumulation and training.dtype != "float16":
         yield "training.fp16_accumulation training.dtype", 'true with "float16"'
     # Steps that data.epochs make are checked once they are counted.
@@ -59,30 +49,15 @@ def _training(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _plan(config: Config) -> Iterator[Conflict]:
-    engine, batch_keys = config.engine, "training.global_batch_size training.micro_batch_size"
+def _update(config: Config) -> Iterator[Conflict]:
+    engine, training, optimizer = config.engine, config.training, config.optimizer
     plan = engine.plan if isinstance(engine.plan, PlanTable) else None
     for key, rounds in (("engine.rounds", engine.rounds), ("engine.plan", plan and plan.rounds)):
         if isinstance(rounds, int) and rounds > config.num_micro_batches:
-            yield (
-                f"{key} {batch_keys}",
-                f"1 to {config.num_micro_batches} rounds, the micro-batches of a step",
-            )
+            legal = f"1 to {config.num_micro_batches} rounds, the micro-batches of a step"
+            yield f"{key} training.global_batch_size training.micro_batch_size", legal
         if isinstance(rounds, int) and rounds > 1 and engine.update == "bounded":
             yield f"{key} engine.update", "1 round, because the first gradients would wait for the last round"
-    if plan is None:
-        return
-    if plan.rounds is not None and engine.rounds not in (None, "auto", plan.rounds):
-        yield "engine.rounds engine.plan", 'the same, or rounds = "auto"'
-    if sum(plan.forward) != sum(plan.backward):
-        sums = f"{sum(plan.forward)} and {sum(plan.backward)}"
-        yield "engine.plan", f"the same number of layers in forward and backward stages, not {sums}"
-    if plan.kept is not None and engine.keep_activations != "auto":
-        yield "engine.keep_activations engine.plan", '"auto" beside a plan that says what is kept'
-
-
-def _update(config: Config) -> Iterator[Conflict]:
-    engine, training, optimizer = config.engine, config.training, config.optimizer
     if engine.delay_correction == "predict":
         if engine.update != "async":
             yield (
@@ -93,8 +68,6 @@ def _update(config: Config) -> Iterator[Conflict]:
             legal = '"auto" or "none", because the state of this optimizer does not tell its next step'
             yield "engine.delay_correction optimizer.name", legal
     if engine.update != "bounded":
-        if engine.stale_layers != "auto":
-            yield "engine.stale_layers engine.update", '"auto", or update = "bounded"'
         return
     if training.dtype == "float16":
         yield "engine.update training.dtype", '"bfloat16" or "float32": overflows of float16 skip whole steps'
@@ -120,7 +93,3 @@ def _validation(config: Config) -> Iterator[Conflict]:
                 f"validation.{key} validation.interval_steps",
                 "an interval above 0, which switches validation on",
             )
-    of_ids = any(source.content == "tokens" for source in (*config.data.sources, *table.sources))
-    if table.prompts and of_ids and config.tokenizer.name == "bytes":
-        legal = "the tokenizer that made the token ids, because prompts are text"
-        yield "validation.prompts data.sources validation.sources tokenizer.name", legal

@@ -149,9 +149,6 @@ def _unknown(raw: RawConfig, key: str, given: Any) -> str:
         known = tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
     elsewhere = [f"{other}.{name}" for other, keys in tables.items() if name in keys and other != outer]
     hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else nearest(name, known)
-    others = [show(each) for each, keys in optimizer_tables().items() if name in keys.model_fields]
-    if outer == "optimizer" and others:
-        hint = f"; it is a key of optimizer.name = {' and '.join(others)}"
     what = "key, " if outer else "table, " if isinstance(given, dict) else "key outside of a table, "
     return f"unknown {what}given {show(given)}; legal{' in ' * bool(outer)}{outer}: {', '.join(known)}{hint}"
 
