@@ -56,8 +56,6 @@ def test_advice_leaves_out_a_type_that_the_card_lacks(plan):
         ((*DEBUG, "--training.stepz", "3"), ["training.stepz", "steps"]),
         ((*DEBUG, "--lora.rank", "8", '--lora.targets=["query"]'), ["lora.targets", "'query'"]),
         ((*DEBUG, "--engine.plan", "none.json"), ["none.json"]),
-        ((*DEBUG, "--costs", "none.json"), ["--costs none.json", "No such file"]),
-        ((*DEBUG, "--costs", "docs/costs/rtx4090_qwen3_32b.json"), ["block.", "embedding .. head"]),
         ((*DEBUG, "--tokenizer.name", "none", "--tokenizer.path", "LICENSE"), ["LICENSE"]),
     ],
 )

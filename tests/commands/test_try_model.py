@@ -189,7 +189,9 @@ def test_a_base_that_was_moved_is_found_where_the_command_says(trained, folders,
 
 
 def test_another_type_than_the_files_is_converted(trained, folders, capsys):
-    exact, rounded = (nats(capsys, "--model", folders["llama3"], f"--training.dtype={name}") for name in ("float32", "bfloat16"))
+    exact, rounded = (
+        nats(capsys, "--model", folders["llama3"], f"--training.dtype={name}") for name in ("float32", "bfloat16")
+    )
     assert exact != rounded and exact == pytest.approx(rounded, rel=0.05)
 
 
@@ -219,11 +221,14 @@ MISTAKES = {
     "an empty prompt": ((*TOY, "--prompt", ""), "an empty prompt"),
     "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
     "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
-    "content of another kind": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "data.sources[0].content: given"),
+    "content of another kind": (
+        (*TOY, "--perplexity", "texts.jsonl", "--content=prose"),
+        "data.sources[0].content: given",
+    ),
     "no chat template": ((*TOY, "--chat", *ASKED), "no chat template"),
     "no tokenizer": (("--model", "untold", *ASKED), "no tokenizer.json"),
     "devices that are not here": ((*TOY, "--engine.devices=gpu", *ASKED), "no such kind"),
-    "a key that is not there": ((*TOY, "--engine.device=cpu", *ASKED), "nearest: engine.devices"),
+    "a key that is not there": ((*TOY, "--engine.device=cpu", *ASKED), "nearest: devices"),
     "a device that is too small": ((*TOY, "--engine.device_memory_gib=0.00001", *ASKED), "on a device, which has"),
 }
 

@@ -3,8 +3,7 @@
 import pytest
 
 from torchround.config import ConfigError, parse_command_line
-from torchround.config.reference import USAGE
-from torchround.config.validate import all_keys
+from torchround.config.load import USAGE
 
 
 def config(*arguments):
@@ -51,16 +50,11 @@ def test_switches_are_off_unless_given():
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_names_every_flag_and_key_and_ends_well(flag, capsys):
+def test_help_names_every_flag_and_ends_well(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         parse_command_line([flag])
     assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith(USAGE)
-    for table, keys in all_keys().items():
-        # A table may have several sections, one for each optimizer.
-        section = "".join(part for part in text.split("\n## ") if part.startswith(f"`[{table}]"))
-        assert all(f"\n**`{key}`**: " in section for key in keys), table
+    assert capsys.readouterr().out == USAGE + "\n"
 
 
 @pytest.mark.parametrize(

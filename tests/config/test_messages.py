@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from torchround import config
 from torchround.config import AdamWTable, ConfigError, load_config, to_toml
+from torchround.config.__main__ import page
 from torchround.config.key_types import Table
-from torchround.config.reference import page
 from torchround.config.validate import all_keys
 
 VALID = """

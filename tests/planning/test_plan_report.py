@@ -78,18 +78,6 @@ def test_the_plan_is_the_planners_and_the_speed_is_its_step():
     assert unknown.plan is not None and unknown.tokens_per_s is None
 
 
-def test_measured_seconds_replace_counted_ones_and_are_in_proportion_for_other_shapes():
-    measured = QUESTION.with_times(Costs((LayerCost("block.2", 0.5, 0.25, optimizer_s=0.1),), hop_s=0.01))
-    for length in (1, 3):
-        counted, costs = (question.costs_for(2048 * length, 2, 4) for question in (QUESTION, measured))
-        expected = [(layer.forward_s, layer.backward_s) for layer in counted.layers]
-        expected[2] = pytest.approx((0.5 * length, 0.25 * length))
-        assert [(layer.forward_s, layer.backward_s) for layer in costs.layers] == expected
-        assert costs.hop_s == 0.01 * length and [layer.optimizer_s for layer in costs.layers] == [0, 0, 0.1, 0, 0, 0, 0]
-    nothing = QUESTION.with_times(Costs((LayerCost("block.2", 0.0, 0.0),))).with_times(measured.costs())
-    assert nothing.costs_for(4096, 2, 4).layers[2].forward_s == 1.0, "in proportion to tokens if no work is counted"
-
-
 def test_the_longest_sequence_fits_and_one_step_more_does_not():
     tight = replace(QUESTION, device_bytes=300 * MIB)
     longest = longest_tokens(tight)

@@ -9,17 +9,15 @@ follow, as for train.py: `--training.seq_len 8192`. Nothing is allocated.
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 from torchround.accelerators import deterministic_operations
-from torchround.commands import CommandError, new_parser
+from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES, build_model, end_with_message, find_weights
 from torchround.config import Config, MachinesTable, Options, parse_command_line, show
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.layer import LayeredModel
 from torchround.planning.cards import device_names, find_device
-from torchround.planning.costs import Costs
 from torchround.planning.machine_report import fewest_machines, report_exchange, usable_bytes_per_s
 from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
 from torchround.planning.plan import Plan, text_table
@@ -58,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake of the user."""
     parser = new_parser(__doc__)
     parser.add_argument("--config", required=True, help="TOML file, looked up as given, then in configs/")
-    parser.add_argument("--costs", help="file of measured layer times, such as those in docs/costs/")
     for flag, key in SHORT.items():
         parser.add_argument(flag, dest=key, help=f"short for --{key}")
     given, overrides = parser.parse_known_args(arguments)
@@ -69,16 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine = planned_hardware(options)
         with deterministic_operations(options.config.training.deterministic):
             question = configured_question(options, known_vocab_size(options), machine)
-            if given.costs:
-                try:
-                    question = question.with_times(Costs.from_json(Path(given.costs).read_text()))
-                except (OSError, ValueError) as error:
-                    raise CommandError(f"--costs {given.costs}: {error}") from None
             answer = report_plan(question)
             show_plan(machine, answer)
         return 0 if answer.plan is not None else 1
 
-    return end_with_message(plan, (*MISTAKES, CommandError))
+    return end_with_message(plan, MISTAKES)
 
 
 def configured_question(options: Options, vocab_size: int | None, hardware: Hardware) -> RunQuestion:
@@ -206,11 +198,10 @@ def _speed_lines(report: PlanReport, plan: Plan) -> Iterator[str]:
     if report.tokens_per_s is None:
         yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
         return
-    source = "measured times of layers" if question.is_measured else "counted work, not measured"
-    yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from {source}"
+    yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from counted work, not measured"
     yield link_text(question, plan)
     if ratio := ratio_text(question, question.costs()):
-        yield ratio if question.is_measured else f"{ratio}, counted"
+        yield f"{ratio}, counted"
 
 
 def _host_table(report: PlanReport) -> str:

@@ -128,9 +128,8 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         torch.set_num_threads(config.engine.cpu_threads)
     hardware = find_hardware(config.engine)
     if not options.json:
-        say(
-            f"model    {config.model.family}, {tried.name}: {num_parameters(tried.model)[0]:,} parameters, {config.training.dtype}"
-        )
+        size = f"{num_parameters(tried.model)[0]:,} parameters, {config.training.dtype}"
+        say(f"model    {config.model.family}, {tried.name}: {size}")
         say(f"devices  {hardware.num_devices} x {hardware.kind}{hardware.note}")
     with text_engine(tried, hardware, options.batch_size, longest) as engine:
         if text is not None:

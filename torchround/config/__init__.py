@@ -6,12 +6,10 @@ from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
 from torchround.config.load import Options, load_config, parse_command_line, to_toml, users_module
 from torchround.config.optimizer_tables import AdamWTable, OptimizerTable
 from torchround.config.tables import (
-    CheckpointTable,
     LoraTable,
     LRScheduleTable,
     MachinesTable,
     MetricsTable,
-    ModelTable,
     RunTable,
     TraceTable,
     TrainingTable,
@@ -21,7 +19,6 @@ from torchround.config.tables import (
 __all__ = [
     "MODEL_FOLDER",
     "AdamWTable",
-    "CheckpointTable",
     "Config",
     "ConfigError",
     "DataTable",
@@ -30,7 +27,6 @@ __all__ = [
     "LoraTable",
     "MachinesTable",
     "MetricsTable",
-    "ModelTable",
     "OptimizerTable",
     "Options",
     "PlanTable",

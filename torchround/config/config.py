@@ -53,7 +53,7 @@ class PlanTable(Table):
     """Rounds of a step, at most the number of micro-batches. Default: `engine.rounds`."""
 
     kept: Many[Many[KeptPart]] | None = None
-    """The parts of each layer whose results are kept, which may be none. Default: as `engine.keep_activations` says."""
+    """The parts of each layer whose results are kept. Default: as `engine.keep_activations` says."""
 
 
 class EngineTable(Table):
@@ -64,49 +64,47 @@ class EngineTable(Table):
     name: `cuda` (NVIDIA and AMD), `xpu` (Intel), `npu` (Huawei Ascend). `auto`: the machine's accelerators, otherwise `cpu`."""
 
     num_devices: PositiveInt | None = None
-    """Devices to use. More than the GPUs: several share one. Default: all GPUs; for `cpu` `cpu_threads`, otherwise PyTorch's
-    threads, up to 8."""
+    """Devices to use; more than the GPUs share them. Default: all GPUs; for `cpu` `cpu_threads`, otherwise PyTorch's threads,
+    up to 8."""
 
     device_memory_gib: PositiveFloat | None = None
-    """Memory that a device may use, in GiB (2^30 bytes). A lower limit makes smaller stages and larger bubbles. Default: a
-    share of the memory that is free on the GPU, or an equal share of host memory for `cpu`."""
+    """Memory that a device may use, in GiB (2^30 bytes). Less makes smaller stages and larger bubbles. Default: a share of the
+    memory that is free on the GPU, or an equal share of host memory for `cpu`."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory that the run may use in all, in GiB, virtual devices included. A run that needs more is refused. Default: 95 %
-    of what is free, or of what is left of the container's limit."""
+    """Host memory that the run may use in all, in GiB, virtual devices included. Default: 95 % of what is free for the
+    process."""
 
     update: Literal["sync", "async", "bounded"] = "sync"
     """Age of the weights that step t computes with (docs/staleness.md). `sync`: after t updates. `async`: after t - 1, so that
-    steps overlap; 2 bytes more host memory per trained parameter, 4 with `delay_correction`. `bounded`: after t - 1 in the
-    forward of the first `stale_layers` layers, otherwise after t; 2 bytes more in bfloat16. `bounded` needs `training.clip =
-    "layer"` or `training.max_norm = 0`, one round, another `training.dtype` than float16, and another optimizer than Muon."""
+    steps overlap. `bounded`: after t - 1 in the forward of the first `stale_layers` layers, otherwise after t; it needs
+    `training.clip = "layer"` or `training.max_norm = 0`, one round, another dtype than float16 and another optimizer than Muon.
+    `async` and `bounded` take 2 bytes more host memory per trained parameter."""
 
     stale_layers: NonNegativeInt | Literal["auto"] = "auto"
-    """Layers of `bounded`, from the first one on, whose forward uses older weights: 0 to the layers before the last. Each keeps its
-    input in host memory until its backward. `auto`: the fewest with which steps are not longer, chosen at a run's first start;
-    a resumed run keeps them, because losses depend on them."""
+    """Layers of `bounded`, from the first one on, whose forward uses older weights. Losses depend on it. `auto`: the fewest
+    with which steps are not longer, chosen at a run's first start."""
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
-    """Correction of the delay in `async`. `predict`: devices compute with weights one update ahead along the last one (AdamW's
-    moments), 2 bytes of host memory per trained parameter in bfloat16 (docs/optimizers.md). Checkpoints, exports and validations
-    use the true weights. `auto`: `predict` where the optimizer can (AdamW, not Muon)."""
+    """`predict`: devices compute in `async` with weights one update ahead along the last one (AdamW's moments), 2 bytes of
+    host memory per trained parameter in bfloat16 (docs/optimizers.md). `auto`: `predict` where the optimizer can (AdamW, not
+    Muon)."""
 
     rounds: PositiveInt | Literal["auto"] | None = None
-    """Parts of a step's micro-batches that pass through all stages one after the other, 1 to the number of micro-batches. More
-    rounds keep fewer boundary activations in host memory, but each uploads all weights again, and above 1 the host adds
-    gradients in float32 (4 bytes more per trained parameter), which changes the last bits of a loss. `auto`: the planner chooses,
-    and a resumed run keeps its rounds. Default: 1, or the plan's."""
+    """Parts of a step's micro-batches that pass through all stages one after the other. More rounds keep fewer boundary
+    activations in host memory, but each uploads all weights again, and above 1 the host adds gradients in float32 (4 bytes more
+    per trained parameter), which changes the last bits of a loss. `auto`: as planned at the first start. Default: 1, or the
+    plan's."""
 
     recompute: Literal["stage", "layer"] = "stage"
-    """Activations of one micro-batch that a backward stage keeps on the device at once. `layer`: of one layer instead of all, which
-    takes less device memory and one more forward pass of the stage."""
+    """Activations of one micro-batch that a backward stage keeps on the device at once. `layer`: of one layer instead of all,
+    which takes less device memory and one more forward pass of the stage."""
 
     keep_activations: Literal["auto", "none", "attention", "half", "all"] | Many[KeptPart] = "auto"
-    """Results that forward stages keep in host memory for backward stages; losses do not depend on it. `all`: all parts of every
-    block. `half`: of every other block. An array of parts, or `attention`: these of every block. Parts: `qkv` (the products
-    before attention), `attention` (its kernel), `output` (the product after it), `gate_up` and `down` (of the MLP or experts).
-    A compiled layer keeps all or nothing. `auto`: what shortens steps by more than `slower_for_memory` and fits; nothing on
-    virtual devices and on a card of unknown speed."""
+    """Results that forward stages keep in host memory for backward stages; losses do not depend on it. `all`: all parts of
+    every block. `half`: of every other block. An array of parts, or `attention`: these of every block. Parts: `qkv`,
+    `attention` (its kernel), `output` (the product after it), `gate_up`, `down`. A compiled layer keeps all or nothing. `auto`:
+    what shortens steps by more than `slower_for_memory` and fits; nothing on virtual devices and on a card of unknown speed."""
 
     slower_for_memory: Fraction = 0.01
     """Share of a step by which a plan may be slower than the fastest one if it needs less host memory."""
@@ -116,29 +114,28 @@ class EngineTable(Table):
     host memory per trained parameter and doubles the download."""
 
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format in which a device adds up the gradients of a round's micro-batches. `bfloat16` halves their device memory,
-    but loses small contributions."""
+    """Number format in which a device adds up the gradients of a round. `bfloat16` halves their memory, but loses small
+    parts."""
 
     plan: PlanTable | Name | None = None
     """Partition in place of the planner's: the path of a `plan.json`, or `{forward = [2, 2], fused = 2, backward = [2, 2]}`."""
 
     measure_steps: NonNegativeInt = 3
-    """Steps at the start of a run that measure every layer's time; then the planner plans again and writes `plan.json`, which a
-    resumed run keeps. 0: plan from FLOPs and bytes alone. Losses do not depend on it."""
+    """Steps at the start of a run that measure every layer's time for a second plan, which is written to `plan.json` and kept
+    when the run resumes. 0: plan from FLOPs and bytes alone. Losses do not depend on it."""
 
     hang_timeout_s: PositiveFloat = 300.0
     """Seconds without progress of a worker that stop the run, with a report. Longer than a stage takes for one micro-batch."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Code that is compiled (docs/engine.md). `true`: the host's optimizer update and the layers. `auto`: the layers on `cuda` and
-    `xpu`, if they are no larger than the device allows and micro-batches have up to 8192 tokens, and the optimizer update from
-    2^21 trained parameters on. Losses of compiled layers differ in the last bits. The first step takes 10 to 60 s more for each
-    kind of layer. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's headers. Code that
-    cannot be compiled runs uncompiled, with one warning."""
+    """Code that is compiled (docs/engine.md). `true`: the host's optimizer update and the layers. `auto`: the layers on `cuda`
+    and `xpu` if the device has room, and the update from 2^21 trained parameters on. Losses of compiled layers differ in the
+    last bits. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's headers. Code that cannot
+    be compiled runs uncompiled, with one warning."""
 
     cpu_threads: PositiveInt | None = None
-    """Threads of PyTorch inside one operation of the host; a virtual device always has one. Bits do not depend on it. Default:
-    PyTorch's choice."""
+    """Threads inside one operation of the host; a virtual device always has one. Bits do not depend on it. Default:
+    PyTorch's."""
 
 
 class Config(Table):

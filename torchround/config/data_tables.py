@@ -34,17 +34,17 @@ class SourceTable(Table):
     "dataset"`, a folder or a name that the package datasets loads. Required."""
 
     format: Literal["auto", "text", "json", "jsonl", "csv", "tsv", "parquet", "dataset"] = "auto"
-    """File format. `text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one object per line,
-    compressed if the name ends in `.gz` or `.zst`. `csv` and `tsv` have a header. `dataset`: read through the package datasets.
-    `auto`: by the ending of each file's name, otherwise `text`."""
+    """`text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one object per line,
+    compressed if the name ends in `.gz` or `.zst`. `csv` and `tsv` have a header. `auto`: by the ending of each name, otherwise
+    `text`."""
 
     module: Name | None = None
     """Python module of your own that reads the files: `read(path)` yields a table of fields for each record (docs/data.md)."""
 
     content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
-    """Content of a record. `text`: a string. `messages`: a list of `{role, content}` or of `{from, value}` (ShareGPT), with an
-    optional field `tools`. `alpaca`: `instruction`, `input` and `output`. `prompt_completion`: `prompt` (or `question`) and
-    `completion` (or `response`, `answer`), strings or lists of messages. `tokens`: a list of token ids."""
+    """`text`: a string. `messages`: a list of `{role, content}` or of `{from, value}` (ShareGPT), with an optional field
+    `tools`. `alpaca`: `instruction`, `input` and `output`. `prompt_completion`: `prompt` (or `question`) and `completion` (or
+    `response`, `answer`), strings or lists of messages. `tokens`: a list of token ids."""
 
     field: Name | None = None
     """Field of each record that holds the content. Default: `text`, `messages` (or `conversations`) or `tokens`."""
@@ -53,8 +53,8 @@ class SourceTable(Table):
     """Share of documents drawn from this source, relative to the other sources' weights."""
 
     special_tokens: bool = False
-    """Whether names of special tokens in text (`<|im_start|>`) are tokens, for conversations that a chat template has already
-    written. `false`: plain text, so that no document can fake a turn."""
+    """Whether names of special tokens in text (`<|im_start|>`) are tokens, for conversations that a template has written
+    already."""
 
     split: Name = "train"
     """Split of a dataset. Only read with `format = "dataset"`."""
@@ -70,39 +70,36 @@ class DataTable(Table):
     """Array of sources, each a table as below. Required."""
 
     shuffle: bool = True
-    """Visit the documents in a new random order each epoch, fixed by `run.seed`. Compressed files, parquet files and datasets are
-    shuffled by parts, and in each part by blocks of up to 8192 records."""
+    """Visit the documents in a new random order each epoch, fixed by `run.seed`. Compressed files, parquet files and datasets
+    are shuffled by parts, and in each part by blocks of up to 8192 records."""
 
     shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
-    """Packed sequences of a window that are put into a random order, which spreads a long document over many batches; 0 leaves
-    their order. `auto`: windows of about 16 Mi tokens, at most 4096 sequences; 0 if documents stay whole or `shuffle` is off.
-    Host memory: 9 bytes per token of a window. A resumed run packs its window again."""
+    """Packed sequences of a window that are put into a random order, which spreads a long document over many batches. `auto`:
+    about 16 Mi tokens (9 bytes of host memory each), at most 4096 sequences; 0 if documents stay whole or `shuffle` is off."""
 
     epochs: PositiveInt | None = None
-    """Passes over each source, after which the run ends. `training.steps` can be left out then. Default: sources start over until
-    `training.steps` is reached."""
+    """Passes over each source, after which the run ends. Default: sources start over until `training.steps` is reached."""
 
     weight_by: Literal["source", "size"] = "source"
-    """Meaning of `weight`. `source`: the source's share of the documents drawn. `size`: a factor of its number of documents, so that
-    with weights of 1 every document is visited equally often; compressed files are read once to count them."""
+    """Meaning of `weight`. `source`: the source's share of the documents drawn. `size`: a factor of its number of documents."""
 
     packing: Literal["auto", "contiguous", "best_fit"] = "auto"
-    """`contiguous`: documents end to end, cut every `training.seq_len` tokens. `best_fit`: whole documents, combined with little
-    padding. `auto`: `best_fit` if a source holds conversations, otherwise `contiguous`."""
+    """`contiguous`: documents end to end, cut every `training.seq_len` tokens. `best_fit`: whole documents, combined with
+    little padding. `auto`: `best_fit` if a source holds conversations, otherwise `contiguous`."""
 
     long_documents: Literal["cut", "skip", "split"] = "cut"
-    """Documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `skip`: leave them out. `split`:
-    keep everything, in parts that do not attend to each other."""
+    """Documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `skip`: leave them out.
+    `split`: keep everything, in parts that do not attend to each other."""
 
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens of a conversation that the loss counts: the assistant's turns, each with the token that ends it, or all."""
 
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """Reaction to a record that cannot be used. `stop`: the run ends after a checkpoint. `skip`: it is left out, counted and named."""
+    """Reaction to a record that cannot be used. `stop`: the run ends after a checkpoint. `skip`: it is left out, counted and
+    named."""
 
     max_bad_fraction: Fraction = 0.01
-    """Fraction of a source's records that may be bad with `on_bad_record = "skip"`. Once more are, and more than 10 in each pass, the
-    run ends with exit code 1 after a checkpoint."""
+    """Fraction of a source's records that may be bad with `on_bad_record = "skip"`, once more than 10 are in each pass."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents, with all their copies, held out from training for `validation` without sources."""
@@ -111,5 +108,6 @@ class DataTable(Table):
     """Threads that read and tokenise ahead of the training loop, or 0. The order of the data does not depend on it."""
 
     streams: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Streams that the documents are dealt to, each an equal part of every batch, so `training.global_batch_size` must be a multiple.
-    Another number gives other batches. Each of several machines reads only the streams of its own sequences: with 1, all."""
+    """Streams that the documents are dealt to, each an equal part of every batch, so `training.global_batch_size` must be a
+    multiple. Another number gives other batches. Each of several machines reads only the streams of its own sequences: with 1,
+    all."""

@@ -18,13 +18,22 @@ from typing import Any, NoReturn
 
 from torchround.config.config import Config
 from torchround.config.errors import COMMAND_LINE, ConfigError, config_error, nearest, show
-from torchround.config.reference import usage
 from torchround.config.validate import RawConfig, all_keys, validate
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+USAGE = """\
+usage: python train.py --config NAME.toml [--table.key VALUE ...]
+
+  --config NAME.toml   the run; looked up as given, then in configs/
+  --table.key VALUE    any key of a config, for example --training.steps 20; VALUE is TOML, a bare word is a string
+  --print-config       print the resolved configuration as TOML, then stop
+  --dry-run            print the plan and the memory it needs, then stop (--print-config: and the configuration)
+  --help               print this text; `python -m torchround.config` prints every key
+"""
 
 MOST_BASES = 20
 MOST_BYTES = 2**18
@@ -71,7 +80,7 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
         parser.add_argument(*switch, action="store_true")
     options, rest = parser.parse_known_args(arguments)
     if options.help:
-        print(usage())
+        print(USAGE)
         raise SystemExit(0)
     overrides = list(parse_overrides(rest))
     if len(options.config) != 1:

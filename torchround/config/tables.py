@@ -37,8 +37,7 @@ class RunTable(Table):
     """Folder that holds all runs. It needs free space for `checkpoint.keep_latest_k` + 1 checkpoints."""
 
     seed: NonNegativeInt = 0
-    """Seed of weight initialisation, data order and dropout. Losses of one seed are bitwise equal on virtual devices, and on GPUs with
-    `training.deterministic`."""
+    """Seed of weight initialisation, data order and dropout. On GPUs equal losses also need `training.deterministic`."""
 
 
 class ShapeTable(Table):
@@ -67,8 +66,7 @@ class ShapeTable(Table):
     """Width of the feed-forward; in a model with experts, of each expert."""
 
     vocab_size: Size | None = None
-    """Rows of the embedding, at least as many as the tokenizer has tokens; a multiple of 128 is fast. Default: the flavor's, or
-    as many as the tokenizer has tokens if these are more, or if there is no flavor."""
+    """Rows of the embedding, a multiple of 128 is fast. Default: the flavor's, but at least the tokenizer's tokens."""
 
     max_positions: PositiveInt | None = None
     """Longest sequence that the model is meant for, in tokens. Nothing is allocated for it. Default: the family's."""
@@ -99,8 +97,8 @@ class ModelTable(Table):
     """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
-    """Model family, a package of `models/` (for example `llama3`), or `transformers`: a decoder that the package of that name defines,
-    from the folder `hf_path`. Required."""
+    """Model family, a package of `models/` (for example `llama3`), or `transformers`: a decoder that the package of that name
+    defines, from the folder `hf_path`. Required."""
 
     module: Name | None = None
     """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md)."""
@@ -109,7 +107,8 @@ class ModelTable(Table):
     """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
 
     shape: ShapeTable | None = None
-    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes. Not used with `hf_path`."""
+    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes. Not used with
+    `hf_path`."""
 
     hf_path: Name | None = None
     """Local folder in Hugging Face format with `config.json`, safetensors files and usually the tokenizer."""
@@ -119,8 +118,8 @@ class TrainingTable(Table):
     """The length of the run, its batches, its number format, and its reaction to bad steps."""
 
     steps: PositiveInt | None = None
-    """Optimizer steps of the whole run, resumed parts included. Default: the steps that `data.epochs` make, counted at the start by
-    one reading of the data; 1000 without `data.epochs`."""
+    """Optimizer steps of the whole run, resumed parts included. Default: those of `data.epochs`, counted by one reading of the
+    data at the start; 1000 without `data.epochs`."""
 
     seq_len: PositiveInt = 2048
     """Tokens per packed sequence. Activation memory grows linearly with it, attention time quadratically."""
@@ -129,33 +128,32 @@ class TrainingTable(Table):
     """Sequences per optimizer step. Step time grows linearly with it."""
 
     micro_batch_size: PositiveInt = 1
-    """Most sequences that a stage runs at once: a step has `ceil(global_batch_size / micro_batch_size)` micro-batches. Memory for
-    activations grows linearly with it. Fewer micro-batches make larger pipeline bubbles."""
+    """Most sequences that a stage runs at once: a step has `ceil(global_batch_size / micro_batch_size)` micro-batches. Memory
+    for activations grows linearly with it. Fewer micro-batches make larger pipeline bubbles."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Number format of activations and of the weights that devices compute with; the optimizer has all bits of float32. `float32`
-    doubles device memory and transfers. `float16`, for GPUs without bfloat16, scales the loss: by 65536 at first, half after
-    each overflow, double after 2000 good steps."""
+    """Number format of activations and of the weights that devices compute with; the optimizer has all bits of float32.
+    `float32` doubles device memory and transfers. `float16`, for GPUs without bfloat16, scales the loss."""
 
     fp16_accumulation: bool = False
-    """Whether matrix products of `float16` add up in float16: up to twice as fast on GeForce cards, with more overflows and less
-    accuracy. Needs an NVIDIA GPU."""
+    """Whether matrix products of `float16` add up in float16: up to twice as fast on GeForce cards, with more overflows and
+    less accuracy. Needs an NVIDIA GPU."""
 
     deterministic: bool = False
-    """Whether GPUs add up in a fixed order, for the same bits on cards of one kind and the same versions of all packages. It costs
-    time and device memory in attention's backward. Virtual devices always have a fixed order."""
+    """Whether GPUs add up in a fixed order, for the same bits on cards of one kind and the same versions of all packages. It
+    costs time and memory in attention's backward."""
 
     max_norm: NonNegativeFloat = 1.0
-    """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping. With Muon only the parameters that
-    AdamW updates count and are scaled."""
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping. With Muon it is of AdamW's
+    parameters."""
 
     clip: Literal["global", "layer"] = "global"
-    """The norm that `max_norm` bounds. `global`: of the whole gradient. `layer`: of each layer's, by `max_norm` times the root of its
-    share of the trained parameters."""
+    """The norm that `max_norm` bounds. `global`: of the whole gradient. `layer`: of each layer's, by `max_norm` times the root
+    of its share of the trained parameters."""
 
     on_spike: Literal["off", "skip", "stop"] = "off"
-    """Reaction to a loss or gradient norm (in `bounded` the loss alone) far above those of earlier steps. `skip`: no update. `stop`:
-    also, the run ends with exit code 1 after a checkpoint. Updates that are not finite are always left out."""
+    """Reaction to a loss or gradient norm (in `bounded` the loss alone) far above those of earlier steps. `skip`: no update.
+    `stop`: also, the run ends with exit code 1 after a checkpoint. Updates that are not finite are always left out."""
 
     spike_factor: PositiveFloat = 10.0
     """A spike is more than this many median absolute deviations above the median of the last `spike_window` good steps."""
@@ -190,40 +188,38 @@ class CheckpointTable(Table):
     """Times of saving, the checkpoints that are kept, and the start of a run. A run always saves at its end."""
 
     interval_steps: NonNegativeInt = 500
-    """Steps between checkpoints; 0 saves only at the end and on a signal. With AdamW a checkpoint takes 12 bytes of disk per trained
-    parameter, 6.03 with `optimizer.state = "compact"` (docs/checkpoints.md). Training continues during a save."""
+    """Steps between checkpoints; 0 saves only at the end and on a signal. With AdamW a checkpoint takes 12 bytes of disk per
+    trained parameter, 6.03 with `optimizer.state = "compact"` (docs/checkpoints.md). Training continues during a save."""
 
     keep_latest_k: NonNegativeInt = 2
-    """Number of newest complete checkpoints that are kept; 0 keeps all."""
+    """Number of newest checkpoints that are kept; 0 keeps all."""
 
     keep_every_n_steps: NonNegativeInt = 0
-    """Checkpoints whose step this number divides are kept for ever, if they are saved at all; 0 keeps no others."""
+    """Checkpoints whose step this number divides are kept for ever; 0 keeps no others."""
 
     export: Literal["off", "weights", "adapters"] = "off"
-    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `weights`: the model with merged
-    adapters. `adapters`: the adapters alone, as PEFT loads them."""
+    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `adapters`: without the base, for
+    PEFT."""
 
     load_path: Name | None = None
     """Folder of a checkpoint to start from if the run's own folder holds none. Default: fresh weights from `run.seed`."""
 
     load: Literal["all", "weights"] = "all"
-    """The part of `load_path` that is used. `all`: the run continues from that step, in the same data. `weights`: a new run with
-    those weights, a fresh optimizer and any data."""
+    """`all`: the run continues from the step of `load_path`, in the same data. `weights`: a new run with its weights alone."""
 
 
 class MachinesTable(Table):
     """Several machines, each with its own devices, that train one model together. `torchrun` starts one process on each."""
 
     timeout_s: PositiveFloat = 60.0
-    """Seconds without a sign of life from a machine, or for 8 MiB of a tensor to arrive, after which all others end with a message
-    that names it."""
+    """Seconds without a sign of life from a machine after which all others end with a message that names it."""
 
     connections: Annotated[int, Field(ge=1, le=16)] = 4
     """Connections between each two machines that carry gradients and weights. One connection carries 15 to 19 Gb/s at most."""
 
     checkpoints: Literal["shared", "own"] = "shared"
-    """`shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it is on each machine's disk and
-    holds that machine's parts, from which as many machines resume."""
+    """`shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it is on each machine's disk
+    and holds that machine's parts, from which as many machines resume."""
 
     share_host: bool = False
     """Whether several processes may run on one host, each as a machine with a share of it, for tests."""
@@ -238,8 +234,8 @@ class MachinesTable(Table):
     """Cards of each planned machine, unless `engine.num_devices` says how many a run uses. Default: 1."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory of each planned machine, in GiB, of which a plan uses at most 95 %. Default: no limit; then a plan takes the least
-    among the fastest, and keeps nothing for backward stages."""
+    """Host memory of each planned machine, in GiB, of which a plan uses at most 95 %. Default: no limit, and the least is
+    taken."""
 
     gbit_per_s: PositiveFloat | None = None
     """Rate of the network between two planned machines, in Gb/s each way. Default: plans are made for 10, 25 and 100."""
@@ -258,15 +254,15 @@ class ValidationTable(Table):
     """Global batches per validation. Each takes about a third of a training step."""
 
     keep_best: bool = False
-    """Save a checkpoint after each validation whose loss is the lowest so far, keep it besides the ones of `[checkpoint]`, and export
-    it in place of the last one."""
+    """Save a checkpoint after each validation whose loss is the lowest so far, keep it, and export it in place of the last
+    one."""
 
     patience: NonNegativeInt = 0
     """Validations in a row without a lower loss after which the run ends with exit code 0. 0 never ends it early."""
 
     prompts: Many[Name] = ()
-    """Texts that each validation continues, with the likeliest token each time, on the console, in `metrics.jsonl` and on the run's
-    page. If a source holds conversations, each text is a user's message. Each token takes a forward pass of the model."""
+    """Texts that each validation continues, with the likeliest token each time. If a source holds conversations, each is a
+    user's message. Each token takes a forward pass of the model."""
 
     prompt_tokens: PositiveInt = 64
     """Most tokens of a continuation. A token that ends a document or a turn ends it earlier."""
@@ -285,16 +281,15 @@ class LoraTable(Table):
     """Probability that training zeroes an input of the adapter."""
 
     targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Linear maps of each block that get an adapter: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`, `down_proj`;
-    in `gpt_oss` `gate_up_proj` in place of two. Every expert gets its own."""
+    """Linear maps of each block that get an adapter: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
+    `down_proj`; in `gpt_oss` `gate_up_proj` in place of two. Every expert gets its own."""
 
     path: Name | None = None
-    """Folder with adapters in PEFT's format, of the same rank and alpha, that a new run starts from. Default: new adapters, which
-    begin without effect."""
+    """Folder with adapters in PEFT's format, of the same rank and alpha, that a new run starts from."""
 
     map_base: bool = False
-    """Read frozen weights from the files of `model.hf_path` when they are used: they take no host memory and no room in checkpoints,
-    and the files must not change. Weights in another format than `training.dtype` are still copied."""
+    """Read frozen weights from the files of `model.hf_path` when they are used: they take no host memory and no room in
+    checkpoints, and the files must not change. Weights in another format than `training.dtype` are still copied."""
 
 
 class MetricsTable(Table):
@@ -304,7 +299,8 @@ class MetricsTable(Table):
     """Steps between lines on the console and in `metrics.jsonl`, each the mean over them. The last step has a line too."""
 
     wandb: Literal["off", "online", "offline"] = "off"
-    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. A failure of the logger never stops training."""
+    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. A failure of the logger never stops
+    training."""
 
     wandb_project: ProjectName = "torchround"
     """Weights & Biases project of the run. Environment variables such as `WANDB_ENTITY` set the rest."""
