@@ -210,23 +210,19 @@ def _released_config(options: Options, family: ModelFamily, path: Path) -> Known
         raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
     try:
         content = read_object(path)
-    except HFError as error:
-        raise options.error("model.hf_path", str(error)) from error
-    kind = content.get("model_type")
-    if family.name != BORROWED and kind not in family.hf_model_types:
-        readers = {kind: family.name for family in OWN_FAMILIES.values() for kind in family.hf_model_types}
-        legal = [f"{show(name)} for {show(kind)}" for kind, name in readers.items()]
-        if isinstance(kind, str) and kind in readers:
-            legal = [show(readers[kind])]
-        text = f"given {show(family.name)}, but {path} has model_type {show(kind)}; legal: {', '.join(legal)}"
-        raise options.error(
-            "model.family", f"{text}; {show(BORROWED)} for most other decoders of transformers"
-        )
-    if (quantised := quantised_kind(content)) is not None:
-        raise options.error("model.hf_path", f"{path.parent}: {quantised_advice(quantised)}")
-    try:
+        kind = content.get("model_type")
+        if family.name != BORROWED and kind not in family.hf_model_types:
+            readers = {kind: own.name for own in OWN_FAMILIES.values() for kind in own.hf_model_types}
+            legal = {readers[kind]} if isinstance(kind, str) and kind in readers else set(readers.values())
+            text = f"given {show(family.name)}, but {path} has model_type {show(kind)}"
+            others = f"{show(BORROWED)} for most other decoders of transformers"
+            raise options.error(
+                "model.family", f"{text}; legal: {', '.join(map(show, sorted(legal)))}; {others}"
+            )
+        if (quantised := quantised_kind(content)) is not None:
+            raise HFError(f"{path.parent}: {quantised_advice(quantised)}")
         return family.config_from_hf(content)
-    except ModelConfigError as error:
+    except (HFError, ModelConfigError) as error:
         raise options.error("model.hf_path", f"{path}: {error}") from error
 
 

@@ -19,6 +19,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_checkpoint
 from torchround.commands.generation_files import write_generation, write_json
 from torchround.config import Config, Options, load_config, show
-from torchround.config.load import apply_override, parse_overrides
-from torchround.config.validate import RawConfig, validate
+from torchround.config.load import parse_overrides, with_overrides
+from torchround.config.validate import RawConfig
 from torchround.data.text.template_files import export_tokenizer, folder_of
 from torchround.hf import HFError
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
@@ -142,20 +143,13 @@ def saved_options(checkpoint: Path, saved: Any, own: Config | None, overrides: S
     raw = RawConfig(str(checkpoint / STATE_FILE), saved)
     if not isinstance(saved, dict):
         raise HFError(f"{raw.main_source} holds no configuration of a run")
-    for key in OWN_KEYS if own is not None else ():
-        table, _, name = key.partition(".")
-        apply_override(raw, key, getattr(getattr(own, table), name))
-    for key, value in parse_overrides(overrides):
-        apply_override(raw, key, value)
-    options = Options(validate(raw), print_config=False, dry_run=False, raw=raw)
+    given = {} if own is None else {key: attrgetter(key)(own) for key in OWN_KEYS}
+    options = with_overrides(raw, [*given.items(), *parse_overrides(overrides)])
     for key in OWN_KEYS:
-        table, _, name = key.partition(".")
-        value = getattr(getattr(options.config, table), name)
-        if value is not None and key not in raw.sources:
-            text = "an export publishes no file and imports no module because a checkpoint names it"
-            raise options.error(
-                key, f"given {show(value)}; {text}: give --{key}, or --config with the run's config"
-            )
+        if (value := attrgetter(key)(options.config)) is not None and key not in raw.sources:
+            text = "an export publishes no file because a checkpoint names it, nor a module: importing it would run it"
+            hint = f"give --{key}, or --config with the run's config"
+            raise options.error(key, f"given {show(value)}; {text}; {hint}")
     return options
 
 

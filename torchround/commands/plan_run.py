@@ -24,13 +24,10 @@ from torchround.planning.plan import Plan, text_table
 from torchround.planning.plan_report import (
     PlanReport,
     changes_that_fit,
-    gain_text,
-    gains,
     kept_text,
     link_text,
     longest_tokens,
     plan_for,
-    ratio_text,
     report_plan,
 )
 from torchround.planning.planner import InfeasiblePlanError
@@ -183,25 +180,17 @@ def report_lines(report: PlanReport) -> Iterator[str]:
         yield "plan, with one line for stages that are alike; bytes are of one device, compute at its peak"
         yield plan.text(question.device is not None)
         yield kept_text(question, plan)
-        yield from _speed_lines(report, plan)
+        if report.tokens_per_s is None:
+            yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
+        else:
+            yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from counted work, not measured"
+            yield link_text(question, plan)
         if (count := question.machines.count) > 1:
             most = f"at most {question.num_micro_batches} on each"
             yield f"{count} machines share each step of {question.step_micro_batches} micro-batches, {most}"
             yield exchange_text(question, plan)
-        yield from (gain_text(question, *found) for found in gains(question, plan).items())
     longest, batch = longest_tokens(question), question.num_devices * question.machines.count
     yield f"longest sequence that fits with a batch of {batch}, one per micro-batch: {longest:,} tokens (predicted)"
-
-
-def _speed_lines(report: PlanReport, plan: Plan) -> Iterator[str]:
-    question = report.question
-    if report.tokens_per_s is None:
-        yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
-        return
-    yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from counted work, not measured"
-    yield link_text(question, plan)
-    if ratio := ratio_text(question, question.costs()):
-        yield f"{ratio}, counted"
 
 
 def _host_table(report: PlanReport) -> str:

@@ -40,8 +40,8 @@ from torchround.commands.configured_model import (
 from torchround.commands.generation_files import stop_tokens
 from torchround.config import ConfigError, Options, show
 from torchround.config.errors import COMMAND_LINE
-from torchround.config.load import apply_override, parse_overrides, read_config
-from torchround.config.validate import RawConfig, validate
+from torchround.config.load import parse_overrides, read_config, with_overrides
+from torchround.config.validate import RawConfig
 from torchround.data import DataError, Tokenizer
 from torchround.data.document_types import Conversation
 from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_windows
@@ -205,7 +205,7 @@ def model_of_run(folder: Path, step: int | None, given: Mapping[str, Any]) -> Tr
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError([f"--run: there is no {file}; legal: the folder of a run, such as outputs/NAME"])
-    options = _checked(read_config(file), given)
+    options = with_overrides(read_config(file), given.items())
     if (module := options.config.model.module) and options.raw.source_of("model.module") != COMMAND_LINE:
         text = "importing it would run it, and the folder may be another's; if it is yours, give --model.module too"
         raise options.error("model.module", f"given {show(module)}; {text}")
@@ -249,7 +249,7 @@ def model_of_folder(folder: Path, given: Mapping[str, Any]) -> TriedModel:
     tables["model"]["family"] = kinds.get(str(content.get("model_type")), BORROWED)
     dtype = content.get("dtype", content.get("torch_dtype"))
     tables["training"] = {"dtype": dtype if dtype in DTYPES else "bfloat16"}
-    options = _checked(RawConfig(str(folder), tables), given)
+    options = with_overrides(RawConfig(str(folder), tables), given.items())
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size, warns=False)
     family, shape = model_config(options, tokenizer.vocab_size)
@@ -260,22 +260,14 @@ def model_of_folder(folder: Path, given: Mapping[str, Any]) -> TriedModel:
     return TriedModel(str(folder), options, model, shape, tokenizer, weights, mapped)
 
 
-def _checked(raw: RawConfig, given: Mapping[str, Any]) -> Options:
-    for key, value in given.items():
-        apply_override(raw, key, value)
-    return Options(validate(raw), print_config=False, dry_run=False, raw=raw)
-
-
 def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: int) -> TextEngine:
     """Read the model's weights, and start an engine for `batch_size` sequences of up to `tokens` tokens."""
     dtype = DTYPES[tried.options.config.training.dtype]
     shapes = tried.model.stored_shapes().items()
     own = sum(shape.numel() * dtype.itemsize for name, shape in shapes if name not in tried.mapped)
     if hardware.host_bytes is not None and own > hardware.host_bytes:
-        raise EngineUsageError(
-            f"the weights take {size_text(own)} of host memory, and {size_text(hardware.host_bytes)} can be used; weights "
-            "that files hold in the type of training.dtype stay in the files and take none"
-        )
+        text = f"the weights take {size_text(own)} of host memory, and {size_text(hardware.host_bytes)} can be used"
+        raise EngineUsageError(f"{text}; those that files hold in training.dtype stay there and take none")
     for layer in tried.model.layers:
         layer.requires_grad_(False)
     devices = hardware.make_devices()

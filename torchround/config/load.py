@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -48,14 +48,14 @@ class Options:
     """The parsed command line."""
 
     config: Config
-    print_config: bool
-    """Print the resolved config as TOML, then stop."""
-
-    dry_run: bool
-    """Print the plan and the memory it needs, then stop; with `print_config` the resolved config first."""
-
     raw: RawConfig
     """The tables before they were checked, for the source of each key in a message."""
+
+    print_config: bool = False
+    """Print the resolved config as TOML, then stop."""
+
+    dry_run: bool = False
+    """Print the plan and the memory it needs, then stop; with `print_config` the resolved config first."""
 
     def error(self, key: str, message: str) -> ConfigError:
         """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""
@@ -86,8 +86,8 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
     if len(options.config) != 1:
         given = f"{len(options.config)} configurations are given" if options.config else "no configuration"
         raise config_error(COMMAND_LINE, "", f"{given}; write --config NAME.toml once")
-    raw = read_config(options.config[0], overrides)
-    return Options(validate(raw), options.print_config, options.dry_run, raw)
+    checked = with_overrides(read_config(options.config[0]), overrides)
+    return replace(checked, print_config=options.print_config, dry_run=options.dry_run)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -96,7 +96,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     `overrides` are written as on the command line: `["--training.steps", "20", "--engine.update=sync"]`.
     `find_config` looks `path` up. Raises `ConfigError` with every mistake.
     """
-    return validate(read_config(path, parse_overrides(overrides)))
+    return with_overrides(read_config(path), parse_overrides(overrides)).config
 
 
 def to_toml(config: Config) -> str:
@@ -116,7 +116,14 @@ def users_module(name: str) -> ModuleType:
 # Files.
 
 
-def read_config(path: str | Path, overrides: Iterable[tuple[str, Any]] = ()) -> RawConfig:
+def with_overrides(raw: RawConfig, overrides: Iterable[tuple[str, Any]]) -> Options:
+    """Put the values of dotted keys into the tables, and check them. Raises `ConfigError` with every mistake."""
+    for key, value in overrides:
+        _apply_override(raw, key, value)
+    return Options(validate(raw), raw)
+
+
+def read_config(path: str | Path) -> RawConfig:
     """Read and merge the tables without checking them, with the source of each key."""
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
@@ -125,8 +132,6 @@ def read_config(path: str | Path, overrides: Iterable[tuple[str, Any]] = ()) -> 
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-") or "run")
-    for key, value in overrides:
-        apply_override(raw, key, value)
     return raw
 
 
@@ -222,8 +227,7 @@ def _parse_value(key: str, text: str) -> Any:
     return parsed["value"] if parsed.keys() == {"value"} else text
 
 
-def apply_override(raw: RawConfig, key: str, value: Any) -> None:
-    """Put the value of a dotted key from the command line into the tables."""
+def _apply_override(raw: RawConfig, key: str, value: Any) -> None:
     parts, target = key.split("."), raw.tables
     for length, part in enumerate(parts[:-1], start=1):
         # A value that is no table gives way to one: `--engine.plan.fused 2` replaces the path of a plan.
