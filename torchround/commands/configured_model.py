@@ -284,7 +284,7 @@ class SavedModel:
     base: PretrainedWeights | None
 
 
-def open_checkpoint(options: Options, checkpoint: Path, opens_base: bool = False) -> SavedModel:
+def open_saved_model(options: Options, checkpoint: Path, opens_base: bool = False) -> SavedModel:
     """Build the model of a checkpoint and check all weights by name and shape, without reading them.
 
     The base is opened if weights are only there, or with `opens_base`. Raises `HFError` if the weights are another model's,

@@ -29,7 +29,7 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands import new_parser
-from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_checkpoint
+from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_saved_model
 from torchround.commands.generation_files import write_generation, write_json
 from torchround.config import Config, Options, load_config, show
 from torchround.config.load import parse_overrides, with_overrides
@@ -98,7 +98,7 @@ def export(
     base, tokenizer = (None if path is None else Path(path).expanduser() for path in paths)
     for folder in filter(None, (base, tokenizer)):
         refuse_links_out_of(folder_of(folder), PUBLISHED)
-    saved = open_checkpoint(options, checkpoint, opens_base=True)
+    saved = open_saved_model(options, checkpoint, opens_base=True)
     trained = Trained(saved, config, dtype)
     if adapters and not trained.adapters:
         raise HFError(f"{checkpoint} has no adapters: its run had lora.rank = 0")

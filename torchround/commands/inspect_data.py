@@ -8,7 +8,6 @@ sequence before, its first token here is the last label there. Long documents ar
 """
 
 import argparse
-import heapq
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -24,7 +23,6 @@ from torchround.data.sequence_stream import packs_whole_documents, tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 CHARACTERS_SHOWN = 160
-LONGEST = 5  # documents that are shown of each source
 SURVEYED = 1000  # documents
 
 
@@ -77,8 +75,9 @@ def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options
         f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
     )
     if packs_whole_documents(config.data):
-        long = loader.num_long_documents()
-        print(f"--- {long} documents longer than a sequence: {config.data.long_documents}")
+        print(
+            f"--- {loader.num_long_documents()} documents longer than a sequence: {config.data.long_documents}"
+        )
 
 
 def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer, most_characters: int | None) -> None:
@@ -107,7 +106,7 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
 
 
 def print_survey(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Print documents and tokens by source, the longest documents, and the bad records by file and line.
+    """Print documents and tokens by source, and the bad records by file and line.
 
     It reads the first `SURVEYED` documents in the order of training, at most one pass over each source. Bad records are
     skipped, even if `data.on_bad_record` is `stop`.
@@ -117,22 +116,14 @@ def print_survey(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
     sources = open_sources(data, tokenizer, vocab_size)
     reader = Reader(sources, mix_settings(data, sources, config.run.seed))
     reader.reset()
-    # By source, the tokens and the place of each document.
-    found: list[list[tuple[int, str]]] = [[] for _ in sources]
-    tokens = 0  # in the pieces of the document so far; a long document comes in several
-    for piece in reader:
-        tokens += len(tokenise(tokenizer, piece).tokens)
-        if piece.last:
-            found[piece.source].append((tokens, str(piece.document)))
-            tokens = 0
-            if sum(map(len, found)) == SURVEYED:
-                break
-    sums = [sum(tokens for tokens, _ in documents) for documents in found]
-    for source, documents, own in zip(sources, found, sums, strict=True):
-        share = own / max(1, sum(sums))
-        print(f"--- {source.name}: {len(documents)} documents, {own} tokens ({share:.1%})")
-        for tokens, document in heapq.nlargest(LONGEST, documents):
-            print(f"{tokens:12} tokens  {document}")
+    documents, tokens = [0] * len(sources), [0] * len(sources)
+    for piece in reader:  # a long document comes in several
+        tokens[piece.source] += len(tokenise(tokenizer, piece).tokens)
+        documents[piece.source] += piece.last
+        if sum(documents) == SURVEYED:
+            break
+    for source, count, own in zip(sources, documents, tokens, strict=True):
+        print(f"--- {source.name}: {count} documents, {own} tokens ({own / max(1, sum(tokens)):.1%})")
     print(f"--- {sum(progress['bad'] for progress in reader.get_state()['sources'])} bad records")
     for record in reader.bad_records:
         print(f"     {record}")

@@ -34,7 +34,7 @@ from torchround.commands.configured_model import (
     find_tokenizer,
     find_weights,
     model_config,
-    open_checkpoint,
+    open_saved_model,
     warn_of_positions,
 )
 from torchround.commands.generation_files import stop_tokens
@@ -223,7 +223,7 @@ def model_of_run(folder: Path, step: int | None, given: Mapping[str, Any]) -> Tr
         verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
     except CheckpointError as error:
         raise CheckpointError(error, "--step N tries another checkpoint of the run") from error
-    saved, dtype = open_checkpoint(options, path), DTYPES[options.config.training.dtype]
+    saved, dtype = open_saved_model(options, path), DTYPES[options.config.training.dtype]
     mapped: Mapped = {}
     if saved.base is not None:
         missing = sorted(saved.model.stored_shapes().keys() - saved.weights.names.keys())
