@@ -1,7 +1,7 @@
 """Say what this machine has, and which of the shipped configs it can train.
 
     torchround doctor
-    torchround doctor --config NAME.toml --folder /fast/disk
+    torchround doctor --config NAME.toml
 
 Every config is planned for the devices and the memory that are free now. Nothing is trained, and nothing is written.
 """
@@ -39,14 +39,11 @@ NAME_WIDTH = 27  # in characters
 def main(arguments: list[str]) -> int:
     """Print the facts. Returns the exit code: 2 for a mistake in the arguments, otherwise 0, whatever fits."""
     parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--config", action="append", metavar="NAME.toml", help="plan this instead of the shipped configs")
-    add("--folder", type=Path, default=Path(), help="folder for runs, whose disk is looked at (default: .)")
+    text = "plan this instead of the shipped configs"
+    parser.add_argument("--config", action="append", metavar="NAME.toml", default=[], help=text)
     options = parser.parse_args(arguments)
     try:
-        if not options.folder.is_dir():
-            raise ConfigError([f"--folder {options.folder}: there is no such folder"])
-        configs = [find_config(name) for name in options.config or ()]
+        configs = [find_config(name) for name in options.config]
     except ConfigError as error:
         print(terminal_safe(f"doctor: {error}"), file=sys.stderr)
         return 2
@@ -55,7 +52,7 @@ def main(arguments: list[str]) -> int:
     log = logging.getLogger(hardware.__name__)
     log.disabled = True  # why a card is not found is a fact here
     try:
-        for name, text in machine_facts(options.folder):
+        for name, text in machine_facts():
             say(f"{name:<{NAME_WIDTH}}{text}")
         say("\nconfigs, planned for these devices and the memory that is free now")
         for config in configs:
@@ -65,8 +62,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def machine_facts(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield what this machine has, the disk of `folder` included. What cannot be measured says so."""
+def machine_facts() -> Iterator[tuple[str, str]]:
+    """Yield what this machine has. What cannot be used says so."""
     yield "system", f"{platform.system()} {platform.release()} on {platform.machine()}"
     yield "software", f"Python {sys.version.split()[0]}, torch {torch.__version__}"
     yield "processors", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
@@ -86,7 +83,7 @@ def machine_facts(folder: Path) -> Iterator[tuple[str, str]]:
     except (EngineError, RuntimeError) as error:  # a card in use by others, or a driver that fails
         reason, *_ = str(error).split("\n")
         yield "devices", f"cannot be used: {reason}"
-    yield "disk", f"{size_text(shutil.disk_usage(folder).free)} are free in {folder.absolute()}"
+    yield "disk", f"{size_text(shutil.disk_usage(Path()).free)} are free in {Path().absolute()}"
 
 
 def compiler_text(kind: AcceleratorKind) -> str:

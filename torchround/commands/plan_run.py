@@ -32,12 +32,7 @@ from torchround.planning.plan_report import (
 )
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
-from torchround.run.hardware import (
-    USABLE_DEVICE_FRACTION,
-    USABLE_HOST_FRACTION,
-    Hardware,
-    planned_kind,
-)
+from torchround.run.hardware import USABLE_DEVICE_FRACTION, USABLE_HOST_FRACTION, Hardware, planned_kind
 from torchround.run.numbers import RunNumbers, run_question
 from torchround.untrusted.terminal import say
 

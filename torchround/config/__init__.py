@@ -1,15 +1,17 @@
 """The configuration of a run: one table per component, loading, overrides, messages."""
 
-from torchround.config.config import Config, EngineTable, PlanTable
 from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
 from torchround.config.load import Options, load_config, parse_command_line, to_toml, users_module
 from torchround.config.optimizer_tables import AdamWTable, OptimizerTable
 from torchround.config.tables import (
+    Config,
+    EngineTable,
     LoraTable,
     LRScheduleTable,
     MachinesTable,
     MetricsTable,
+    PlanTable,
     RunTable,
     TraceTable,
     TrainingTable,

@@ -6,12 +6,11 @@ from typing import Any, cast
 
 from pydantic_core import PydanticUndefined
 
-from torchround.config.config import Config, PlanTable
 from torchround.config.data_tables import SourceTable
 from torchround.config.errors import show
 from torchround.config.key_types import MAX_INT, Table
 from torchround.config.optimizer_tables import optimizer_tables
-from torchround.config.tables import ShapeTable
+from torchround.config.tables import Config, PlanTable, ShapeTable
 
 PAGE_HEAD = """\
 # Configuration

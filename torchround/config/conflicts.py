@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torchround.config.config import Config, PlanTable
+from torchround.config.tables import Config, PlanTable
 
 Conflict = tuple[str, str]
 """The keys, with spaces between them, and what is legal. The message shows the values too."""

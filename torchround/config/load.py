@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from torchround.config.config import Config
 from torchround.config.errors import COMMAND_LINE, ConfigError, config_error, nearest, show
+from torchround.config.tables import Config
 from torchround.config.validate import RawConfig, all_keys, validate
 
 if sys.version_info >= (3, 11):

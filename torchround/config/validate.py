@@ -9,13 +9,12 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchround.config.config import Config, PlanTable
 from torchround.config.conflicts import find_conflicts
 from torchround.config.data_tables import SourceTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import Table
 from torchround.config.optimizer_tables import optimizer_tables, table_for
-from torchround.config.tables import ShapeTable
+from torchround.config.tables import Config, PlanTable, ShapeTable
 
 logger = logging.getLogger(__name__)
 
