@@ -323,7 +323,7 @@ EXPORTS = {
     "sizes of 64 bits without end": (header(first(shape=[2**62] * 200_000)), "200000 dimensions"),
     "sizes of 4000 digits": (header(first(shape=[10**4000] * 800)), "the integer 1000"),
     "a tensor of another shape": (header(another_shape), "of shape|instead of"),
-    "no tensors": (header(lambda entries: b"{}"), "embedding"),
+    "no tensors": (header(lambda entries: b"{}"), "lacks block"),
 }
 # Without these, the cases above could pass because every checkpoint is refused.
 EXPORTED = {
