@@ -99,8 +99,9 @@ def export(
     for folder in filter(None, (base, tokenizer)):
         refuse_links_out_of(folder_of(folder), PUBLISHED)
     saved = open_saved_model(options, checkpoint, opens_base=True)
-    trained = Trained(saved, config, dtype)
-    if adapters and not trained.adapters:
+    module_names = saved.family.module_names(saved.shape)
+    trained = adapter_names(saved.model, module_names) if config.lora.rank else {}
+    if adapters and not trained:
         raise HFError(f"{checkpoint} has no adapters: its run had lora.rank = 0")
     content = {} if base is None else read_object(base / "config.json")
     content = content or saved.family.config_to_hf(saved.shape)
@@ -122,12 +123,13 @@ def export(
         copied = export_tokenizer(folder, state, base, tokenizer)
         if adapters:
             # PEFT reads one file, so there are no shards, and looks a relative folder up from wherever it is started.
-            files = write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
+            tensors = unstack(trained, saved.weights.stored_tensors(), lambda name: torch.float32)
+            files = write_tensors(folder, tensors, sys.maxsize, ADAPTER_TENSOR_FILE)
             name, written = ADAPTER_CONFIG_FILE, []
             place = None if base is None else str(base.absolute())
-            content = peft_config(state["config"]["lora"], trained.adapters, trained.module_names, place)
+            content = peft_config(state["config"]["lora"], trained, module_names, place)
         else:
-            files = write_tensors(folder, trained.tensors(), SHARD_BYTES)
+            files = write_tensors(folder, hf_tensors(saved, config, dtype, trained), SHARD_BYTES)
             name, written = "config.json", write_generation(folder, content, config)
         write_json(folder / name, content)
         write_whole(folder / CARD_FILE, model_card(facts))
@@ -153,42 +155,32 @@ def saved_options(checkpoint: Path, saved: Any, own: Config | None, overrides: S
     return options
 
 
-class Trained:
-    """The weights of a checkpoint as Hugging Face tensors, in `dtype`, otherwise in the types that the base has.
+def hf_tensors(
+    saved: SavedModel, config: Config, dtype: str | None, adapters: HFNames
+) -> Iterable[ExportedTensor]:
+    """Yield the tensors of the model, with `adapters` merged: in `dtype`, otherwise in the types that the base has.
 
     Weights that the run left in the files of its base are not in the checkpoint. They are read from the base.
     """
+    stored, base = saved.weights.stored_tensors(), saved.base
+    names = saved.family.hf_names(saved.shape) if base is None else base.names
+    in_base = None if base is None else base.stored_tensors()
+    dtypes = {} if base is None or dtype else base.dtypes()
+    otherwise = DTYPES[dtype or config.training.dtype]
 
-    def __init__(self, saved: SavedModel, config: Config, dtype: str | None) -> None:
-        self._scale = config.lora.alpha / max(1, config.lora.rank)
-        self._stored, base = saved.weights.stored_tensors(), saved.base
-        self.module_names = saved.family.module_names(saved.shape)
-        self.adapters: HFNames = adapter_names(saved.model, self.module_names) if config.lora.rank else {}
-        self._names = saved.family.hf_names(saved.shape) if base is None else dict(base.names)
-        self._in_base = None if base is None else base.stored_tensors()
-        self._dtypes = {} if base is None or dtype else base.dtypes()
-        self._dtype = DTYPES[dtype or config.training.dtype]
+    def unstacked(names: HFNames) -> Iterator[ExportedTensor]:
+        return unstack(names, stored, lambda name: dtypes.get(name, otherwise), in_base)
 
-    def tensors(self) -> Iterator[ExportedTensor]:
-        """Yield the tensors of the model, with merged adapters."""
-        tensors = self._unstacked(self._names)
-        if not self.adapters:
-            return iter(tensors)
-        # Each Hugging Face tensor's name -> the pair A, B whose product is added to it.
-        pairs: dict[str, tuple[ExportedTensor, ExportedTensor]] = {}
-        # One parameter may be several released tensors, such as one per expert. Taken apart alike, they match in order.
-        for adapted, halves in adapter_pairs(self.adapters).items():
-            theirs = self._unstacked({adapted: self._names[adapted]})
-            a, b = (self._unstacked({half: self.adapters[half]}) for half in halves)
-            pairs |= {tensor.name: pair for tensor, pair in zip(theirs, zip(a, b, strict=True), strict=True)}
-        return merge_adapters(tensors, pairs, self._scale)
-
-    def adapter_tensors(self) -> Iterable[ExportedTensor]:
-        """Yield the adapters alone, in float32."""
-        return unstack(self.adapters, self._stored, lambda name: torch.float32)
-
-    def _unstacked(self, names: HFNames) -> Iterable[ExportedTensor]:
-        return unstack(names, self._stored, lambda name: self._dtypes.get(name, self._dtype), self._in_base)
+    if not adapters:
+        return unstacked(names)
+    # Each Hugging Face tensor's name -> the pair A, B whose product is added to it.
+    pairs: dict[str, tuple[ExportedTensor, ExportedTensor]] = {}
+    # One parameter may be several released tensors, such as one per expert. Taken apart alike, they match in order.
+    for adapted, halves in adapter_pairs(adapters).items():
+        a, b = (unstacked({half: adapters[half]}) for half in halves)
+        theirs = unstacked({adapted: names[adapted]})
+        pairs |= {tensor.name: pair for tensor, pair in zip(theirs, zip(a, b, strict=True), strict=True)}
+    return merge_adapters(unstacked(names), pairs, config.lora.alpha / config.lora.rank)
 
 
 @contextmanager

@@ -95,8 +95,7 @@ class DataTable(Table):
     """Tokens of a conversation that the loss counts: the assistant's turns, each with the token that ends it, or all."""
 
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """Reaction to a record that cannot be used. `stop`: the run ends after a checkpoint. `skip`: it is left out, counted and
-    named."""
+    """Reaction to a record that cannot be used. `stop`: the run ends after a checkpoint. `skip`: it is left out and named."""
 
     max_bad_fraction: Fraction = 0.01
     """Fraction of a source's records that may be bad with `on_bad_record = "skip"`, once more than 10 are in each pass."""
@@ -108,6 +107,5 @@ class DataTable(Table):
     """Threads that read and tokenise ahead of the training loop, or 0. The order of the data does not depend on it."""
 
     streams: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Streams that the documents are dealt to, each an equal part of every batch, so `training.global_batch_size` must be a
-    multiple. Another number gives other batches. Each of several machines reads only the streams of its own sequences: with 1,
-    all."""
+    """Streams that the documents are dealt to, each an equal part of every batch. Another number gives other batches. Each of
+    several machines reads only the streams of its own sequences: with 1, all."""

@@ -108,8 +108,7 @@ class ModelTable(Table):
     """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
 
     shape: ShapeTable | None = None
-    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes. Not used with
-    `hf_path`."""
+    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes."""
 
     hf_path: Name | None = None
     """Local folder in Hugging Face format with `config.json`, safetensors files and usually the tokenizer."""
@@ -145,8 +144,7 @@ class TrainingTable(Table):
     costs time and memory in attention's backward."""
 
     max_norm: NonNegativeFloat = 1.0
-    """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping. With Muon it is of AdamW's
-    parameters."""
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping. With Muon: of AdamW's part."""
 
     clip: Literal["global", "layer"] = "global"
     """The norm that `max_norm` bounds. `global`: of the whole gradient. `layer`: of each layer's, by `max_norm` times the root
@@ -199,8 +197,7 @@ class CheckpointTable(Table):
     """Checkpoints whose step this number divides are kept for ever; 0 keeps no others."""
 
     export: Literal["off", "weights", "adapters"] = "off"
-    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `adapters`: without the base, for
-    PEFT."""
+    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format, or of its `adapters` for PEFT."""
 
     load_path: Name | None = None
     """Folder of a checkpoint to start from if the run's own folder holds none. Default: fresh weights from `run.seed`."""
@@ -235,8 +232,7 @@ class MachinesTable(Table):
     """Cards of each planned machine, unless `engine.num_devices` says how many a run uses. Default: 1."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory of each planned machine, in GiB, of which a plan uses at most 95 %. Default: no limit, and the least is
-    taken."""
+    """Host memory of each planned machine, in GiB, of which a plan uses at most 95 %. Default: no limit."""
 
     gbit_per_s: PositiveFloat | None = None
     """Rate of the network between two planned machines, in Gb/s each way. Default: plans are made for 10, 25 and 100."""
@@ -255,8 +251,7 @@ class ValidationTable(Table):
     """Global batches per validation. Each takes about a third of a training step."""
 
     keep_best: bool = False
-    """Save a checkpoint after each validation whose loss is the lowest so far, keep it, and export it in place of the last
-    one."""
+    """Save a checkpoint after each validation whose loss is the lowest so far, keep it, and export it."""
 
     patience: NonNegativeInt = 0
     """Validations in a row without a lower loss after which the run ends with exit code 0. 0 never ends it early."""
@@ -300,8 +295,7 @@ class MetricsTable(Table):
     """Steps between lines on the console and in `metrics.jsonl`, each the mean over them. The last step has a line too."""
 
     wandb: Literal["off", "online", "offline"] = "off"
-    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. A failure of the logger never stops
-    training."""
+    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. Its failures stop no run."""
 
     wandb_project: ProjectName = "torchround"
     """Weights & Biases project of the run. Environment variables such as `WANDB_ENTITY` set the rest."""
@@ -353,16 +347,14 @@ class EngineTable(Table):
     name: `cuda` (NVIDIA and AMD), `xpu` (Intel), `npu` (Huawei Ascend). `auto`: the machine's accelerators, otherwise `cpu`."""
 
     num_devices: PositiveInt | None = None
-    """Devices to use; more than the GPUs share them. Default: all GPUs; for `cpu` `cpu_threads`, otherwise PyTorch's threads,
-    up to 8."""
+    """Devices to use; more than the GPUs share them. Default: all GPUs; for `cpu` `cpu_threads`, otherwise up to 8."""
 
     device_memory_gib: PositiveFloat | None = None
     """Memory that a device may use, in GiB (2^30 bytes). Less makes smaller stages and larger bubbles. Default: a share of the
     memory that is free on the GPU, or an equal share of host memory for `cpu`."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory that the run may use in all, in GiB, virtual devices included. Default: 95 % of what is free for the
-    process."""
+    """Host memory that the run may use in all, in GiB, virtual devices included. Default: 95 % of what is free."""
 
     update: Literal["sync", "async", "bounded"] = "sync"
     """Age of the weights that step t computes with (docs/staleness.md). `sync`: after t updates. `async`: after t - 1, so that
@@ -375,15 +367,13 @@ class EngineTable(Table):
     with which steps are not longer, chosen at a run's first start."""
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
-    """`predict`: devices compute in `async` with weights one update ahead along the last one (AdamW's moments), 2 bytes of
-    host memory per trained parameter in bfloat16 (docs/optimizers.md). `auto`: `predict` where the optimizer can (AdamW, not
-    Muon)."""
+    """`predict`: devices compute in `async` with weights one update ahead along the last one (AdamW's moments), 2 bytes of host
+    memory per trained parameter in bfloat16 (docs/optimizers.md). `auto`: `predict` with AdamW, `none` with Muon."""
 
     rounds: PositiveInt | Literal["auto"] | None = None
     """Parts of a step's micro-batches that pass through all stages one after the other. More rounds keep fewer boundary
     activations in host memory, but each uploads all weights again, and above 1 the host adds gradients in float32 (4 bytes more
-    per trained parameter), which changes the last bits of a loss. `auto`: as planned at the first start. Default: 1, or the
-    plan's."""
+    per trained parameter), which changes the last bits of a loss. `auto`: as planned at the first start. Default: 1."""
 
     recompute: Literal["stage", "layer"] = "stage"
     """Activations of one micro-batch that a backward stage keeps on the device at once. `layer`: of one layer instead of all,
@@ -403,8 +393,7 @@ class EngineTable(Table):
     host memory per trained parameter and doubles the download."""
 
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format in which a device adds up the gradients of a round. `bfloat16` halves their memory, but loses small
-    parts."""
+    """Number format in which a device adds up the gradients of a round. `bfloat16` takes half, but loses small parts."""
 
     plan: PlanTable | Name | None = None
     """Partition in place of the planner's: the path of a `plan.json`, or `{forward = [2, 2], fused = 2, backward = [2, 2]}`."""
@@ -423,8 +412,7 @@ class EngineTable(Table):
     be compiled runs uncompiled, with one warning."""
 
     cpu_threads: PositiveInt | None = None
-    """Threads inside one operation of the host; a virtual device always has one. Bits do not depend on it. Default:
-    PyTorch's."""
+    """Threads inside one operation of the host; a virtual device always has one. Default: PyTorch's choice."""
 
 
 class Config(Table):
