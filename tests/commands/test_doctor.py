@@ -54,4 +54,4 @@ def test_a_mistake_is_one_message_before_anything_is_looked_at(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert doctor.main(["--config", "nothing.toml"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("doctor: nothing.toml: no such file") and captured.out == ""
+    assert captured.err.startswith("nothing.toml: no such file") and captured.out == ""

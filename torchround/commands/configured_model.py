@@ -135,10 +135,9 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
             )
         return family, config
     if not family.flavors:
-        key = "model.shape" if table.flavor is None else "model.flavor"
-        raise options.error(
-            key, f"model.family = {show(family.name)} has no sizes of its own; {MODEL_FOLDER}"
-        )
+        key, given = ("shape", "a table") if table.flavor is None else ("flavor", show(table.flavor))
+        text = f"given {given}, but {show(family.name)} has no sizes of its own"
+        raise options.error(f"model.{key}", f"{text}; legal: model.hf_path")
     if table.flavor is not None and table.flavor not in family.flavors:
         raise options.unknown_name("model.flavor", table.flavor, family.flavors)
     flavor_vocab = vocab_size

@@ -20,7 +20,7 @@ import torch
 
 from torchround.accelerators import AcceleratorKind, present_kind
 from torchround.commands import new_parser
-from torchround.commands.configured_model import MISTAKES
+from torchround.commands.configured_model import MISTAKES, end_with_message
 from torchround.commands.plan_run import configured_question, known_vocab_size
 from torchround.config import ConfigError, EngineTable, parse_command_line
 from torchround.config.load import find_config
@@ -31,7 +31,7 @@ from torchround.planning.plan_report import report_plan
 from torchround.run import hardware
 from torchround.run.hardware import available_host_bytes, find_hardware
 from torchround.run.run_folder import checkpoint_bytes
-from torchround.untrusted.terminal import say, terminal_safe
+from torchround.untrusted.terminal import say
 
 NAME_WIDTH = 27  # in characters
 
@@ -42,13 +42,14 @@ def main(arguments: list[str]) -> int:
     text = "plan this instead of the shipped configs"
     parser.add_argument("--config", action="append", metavar="NAME.toml", default=[], help=text)
     options = parser.parse_args(arguments)
-    try:
-        configs = [find_config(name) for name in options.config]
-    except ConfigError as error:
-        print(terminal_safe(f"doctor: {error}"), file=sys.stderr)
-        return 2
+    return end_with_message(lambda: look(options.config), (ConfigError,))
+
+
+def look(names: list[str]) -> int:
+    """Print the facts, and each config with its plan."""
     # The clone that this package is in has configs; an installed package has none.
-    configs = configs or sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    configs = [find_config(name) for name in names] or shipped
     log = logging.getLogger(hardware.__name__)
     log.disabled = True  # why a card is not found is a fact here
     try:

@@ -163,7 +163,7 @@ def hf_tensors(
     Weights that the run left in the files of its base are not in the checkpoint. They are read from the base.
     """
     stored, base = saved.weights.stored_tensors(), saved.base
-    names = saved.family.hf_names(saved.shape) if base is None else base.names
+    names = saved.family.hf_names(saved.shape) if base is None else dict(base.names)
     in_base = None if base is None else base.stored_tensors()
     dtypes = {} if base is None or dtype else base.dtypes()
     otherwise = DTYPES[dtype or config.training.dtype]

@@ -18,6 +18,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpoi
 from torchround.checkpoint.folders import is_checkpoint_name
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError, new_parser
+from torchround.commands.configured_model import end_with_message
 from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
 from torchround.run.validation import kept_losses
@@ -33,11 +34,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("command", choices=("list", "verify"))
     parser.add_argument("folder", type=Path, help="a run's folder, or its checkpoints")
     options = parser.parse_args(arguments)
-    try:
-        return {"list": list_all, "verify": verify}[options.command](options.folder)
-    except (CommandError, CheckpointError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    work = {"list": list_all, "verify": verify}[options.command]
+    return end_with_message(lambda: work(options.folder), (CommandError, CheckpointError, OSError))
 
 
 def list_all(folder: Path) -> int:
