@@ -32,7 +32,8 @@ def write_generation(folder: Path, content: dict[str, Any], config: Config) -> l
     warning: the weights are exported anyway.
     """
     table, base = config.tokenizer, config.model.hf_path
-    keeps_tokens = base is not None and table.name is None and table.path in (None, base)
+    is_base = table.path is None or (base is not None and Path(table.path) == Path(base))
+    keeps_tokens = base is not None and table.name is None and is_base
     ids: dict[str, Any] = {}
     files: dict[str, dict[str, Any]] = {}
     try:
