@@ -8,8 +8,6 @@ A table is between `<!-- table NAME -->` and `<!-- end -->`. Nothing in them is 
 """
 
 import argparse
-import contextlib
-import io
 import re
 import sys
 from collections import Counter
@@ -23,16 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchround.commands.plan_run import configured_question, hardware, known_vocab_size
-from torchround.commands.plan_run import main as plan_run
-from torchround.commands.plan_run import parser as plan_parser
+from torchround.commands.plan_run import configured_question, known_vocab_size, planned_hardware
 from torchround.config import parse_command_line
 from torchround.planning import machine_report
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.memory import GIB, MemoryLimits
 from torchround.planning.partition import Partition
 from torchround.planning.plan import Plan
-from torchround.planning.plan_report import host_memory, plan_for
+from torchround.planning.plan_report import host_memory, longest_tokens, plan_for
 from torchround.planning.planner import UPDATES, make_plan
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.search import AS_FAST
@@ -282,10 +278,13 @@ def bounded_table() -> str:
 def asked(model: int, card: str, overrides: Sequence[str] = ()) -> RunQuestion:
     """Return the planner's question for one of the paper's configs on eight cards, with counted times."""
     config = ["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml")]
-    machine = ["--device", card, "--num-devices", f"{DEVICES}", "--host-memory-gib", f"{HOST_GIB}"]
-    options = parse_command_line([*config, *overrides])
-    given = hardware(plan_parser().parse_args([*config, *machine]), options.config)
-    return configured_question(options, known_vocab_size(options), given)
+    machine = [
+        f"--machines.card={card}",
+        f"--engine.num_devices={DEVICES}",
+        f"--engine.host_memory_gib={HOST_GIB}",
+    ]
+    options = parse_command_line([*config, *machine, *overrides])
+    return configured_question(options, known_vocab_size(options), planned_hardware(options))
 
 
 def counted(model: int, card: str) -> RunQuestion:
@@ -388,24 +387,13 @@ def kept_table() -> str:
 
 
 def longest_table() -> str:
-    """Ask the plan command for the longest sequence of each of the paper's configs."""
-    found = [longest_tokens(config) for config in CONFIGS]
-    predicted, by_16_bits = ([f"{one}" for one in row] for row in zip(*found, strict=True))
-    in_16_bits = 'predicted, `engine.accumulate_dtype = "bfloat16"`'
-    rows = [["predicted", *predicted], [in_16_bits, *by_16_bits], ["published", *LONGEST]]
+    """Ask the planner for the longest sequence of each of the paper's configs on eight cards."""
+    questions = [asked(model, "rtx4090") for model in range(len(CONFIGS))]
+    rows = [["predicted"], ['predicted, `engine.accumulate_dtype = "bfloat16"`'], ["published", *LONGEST]]
+    for question in questions:
+        rows[0].append(f"{longest_tokens(question)}")
+        rows[1].append(f"{longest_tokens(replace(question, accumulate_bytes=2))}")
     return markdown(["tokens", *MODELS], rows)
-
-
-def longest_tokens(config: str) -> tuple[int, int]:
-    """Read the last line of `torchround plan` on eight cards: the longest sequence, and that with 16-bit sums."""
-    output = io.StringIO()
-    arguments = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--device", "rtx4090"]
-    with contextlib.redirect_stdout(output):
-        plan_run([*arguments, "--num-devices", f"{DEVICES}", "--host-memory-gib", f"{HOST_GIB}"])
-    line = output.getvalue().partition("longest sequence that fits")[2]
-    found = [int(number.replace(",", "")) for number in re.findall(r": ([\d,]+) tokens", line)]
-    assert found, f"the plan of {config} says nothing of the longest sequence"
-    return found[0], found[-1]
 
 
 def published_costs(file: str) -> Costs:

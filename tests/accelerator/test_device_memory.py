@@ -9,7 +9,7 @@ from tests.support.device_toy import device_engine
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, TrainingTable
-from torchround.config.config import PlanTable
+from torchround.config.tables import PlanTable
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import HostAllocator

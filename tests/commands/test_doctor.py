@@ -16,8 +16,8 @@ def facts(tmp_path, monkeypatch, capsys):
 
     def run(*configs):
         (tmp_path / "disk").mkdir()
-        arguments = [word for config in configs for word in ("--config", str(config))]
-        assert doctor.main(["--folder", str(tmp_path / "disk"), *arguments]) == 0
+        monkeypatch.chdir(tmp_path / "disk")
+        assert doctor.main([word for config in configs for word in ("--config", str(config))]) == 0
         assert list((tmp_path / "disk").iterdir()) == []
         printed = capsys.readouterr().out
         lines = [line for line in printed.splitlines() if line and not line.startswith((" ", "configs"))]
@@ -50,15 +50,8 @@ def test_what_cannot_be_used_is_said_and_the_rest_follows(facts, tmp_path, monke
     assert "qwen3_32b.toml" not in found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--folder", "missing"], "--folder missing: there is no such folder"),
-        (["--config", "nothing.toml"], "nothing.toml"),
-    ],
-)
-def test_a_mistake_is_one_message_before_anything_is_measured(tmp_path, monkeypatch, capsys, arguments, message):
+def test_a_mistake_is_one_message_before_anything_is_looked_at(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert doctor.main(arguments) == 2
+    assert doctor.main(["--config", "nothing.toml"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("doctor: ") and message in captured.err and captured.out == ""
+    assert captured.err.startswith("nothing.toml: no such file") and captured.out == ""

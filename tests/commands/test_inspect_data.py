@@ -46,10 +46,7 @@ def test_documents_and_sources_are_shown_with_what_is_not_learnt_marked(tmp_path
         "   1      13 tokens  «<|bos|>»longlonglong",
         "--- 32 positions: 100.00% tokens, 93.75% with a label",
         f"--- {tmp_path}/a.txt: 1 documents, 12 tokens (23.5%)",
-        f"          12 tokens  {tmp_path}/a.txt",
         f"--- {tmp_path}/b.jsonl: 2 documents, 39 tokens (76.5%)",
-        f"          32 tokens  {tmp_path}/b.jsonl, line 2",
-        f"           7 tokens  {tmp_path}/b.jsonl, line 1",
         "--- 0 bad records",
     ]
 

@@ -37,22 +37,6 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gib_with_compact_state_alone(pla
     assert taken == pytest.approx((2 + 2 + 2 + 2 * (1 + 2 / 128)) * 14.77e9, rel=1e-3)
 
 
-def test_keys_of_the_config_and_cards_by_number_are_taken(plan):
-    named = plan_run.parser().parse_args(["--config", "debug.toml", "--device", "rtx4090"])
-    config = plan_run.parse_command_line(["--config", "debug.toml"]).config
-    assert plan_run.hardware(named, config).spec == plan_run.find_device("rtx4090")
-    numbers = ["--device-memory-gib", "0.5", "--device-tflops", "1", "--pcie-gb-per-s", "8"]
-    described, named_card = (
-        plan_run.parser().parse_args(["--config", "", *numbers]),
-        config.machines.model_copy(update={"card": "rtx4090"}),
-    )
-    spec = plan_run.hardware(described, config.model_copy(update={"machines": named_card})).spec
-    assert spec.name == "given by numbers" and spec.memory_gb_per_s is None
-    done = plan("--config", "debug.toml", *numbers, "--training.micro_batch_size", "2")
-    assert done.returncode == 0, done.stderr
-    assert "8 micro-batches" in done.stdout and "PCIe at 8 GB/s" in done.stdout
-
-
 DEBUG = ("--config", "debug.toml", "--device", "rtx4090")
 
 
@@ -64,16 +48,14 @@ def test_advice_leaves_out_a_type_that_the_card_lacks(plan):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--config", "debug.toml", "--device", "rtx9999"), ["rtx9999", "rtx4090"]),
-        (("--config", "debug.toml"), ["--device-memory-gib"]),
-        (("--config", "debug.toml", "--machines.card=rtx9999"), ["machines.card rtx9999", "rtx4090"]),
+        (("--config", "debug.toml", "--device", "rtx9999"), ["command line: machines.card", "rtx9999", "rtx4090"]),
+        (("--config", "debug.toml"), ["machines.card: no card is named", "rtx4090"]),
+        ((*DEBUG, "--num-devices", "2.5"), ["command line: engine.num_devices: given 2.5", "integer"]),
+        ((*DEBUG, "--host-memory-gib", "inf"), ["engine.host_memory_gib: given inf", "finite"]),
         (("--config", "none.toml", "--device", "rtx4090"), ["none.toml"]),
         ((*DEBUG, "--training.stepz", "3"), ["training.stepz", "steps"]),
         ((*DEBUG, "--lora.rank", "8", '--lora.targets=["query"]'), ["lora.targets", "'query'"]),
         ((*DEBUG, "--engine.plan", "none.json"), ["none.json"]),
-        ((*DEBUG, "--dry-run"), ["--dry-run", "train.py"]),
-        ((*DEBUG, "--costs", "none.json"), ["--costs none.json", "No such file"]),
-        ((*DEBUG, "--costs", "docs/costs/rtx4090_qwen3_32b.json"), ["block.", "embedding .. head"]),
         ((*DEBUG, "--tokenizer.name", "none", "--tokenizer.path", "LICENSE"), ["LICENSE"]),
     ],
 )
@@ -81,16 +63,6 @@ def test_a_mistake_is_one_message_and_exit_code_2(plan, arguments, words):
     done = plan(*arguments)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "given"), [("--num-devices", "2.5"), ("--host-memory-gib", "inf"), ("--device-memory-gib", "0")]
-)
-def test_a_machine_that_cannot_be_is_refused_with_what_is_legal(plan, capsys, option, given):
-    with pytest.raises(SystemExit) as ended:
-        plan(*DEBUG, option, given)
-    assert ended.value.code == 2
-    assert f"{option}: given {given}; legal: " in capsys.readouterr().err
 
 
 @pytest.mark.nightly
@@ -107,10 +79,10 @@ def test_a_run_that_does_not_fit_gets_three_changes_and_the_memory_that_would_do
 
 def test_a_plan_names_the_machine_of_its_config_and_says_if_it_has_no_limit(plan):
     named = plan("--config", "qwen3_1_7b.toml").stdout
-    assert named.startswith("planned for 8 x rtx4090 with 21.60 GiB usable of 24 GiB; 91.20 GiB of host memory")
+    assert named.startswith("planned for 8 x rtx4090 with 21.60 GiB usable of 24 GiB; host memory: 91.20 GiB")
     keys = ["--machines.host_memory_gib=none", "--device=h100", "--num-devices=2", "--model.flavor=0.6B"]
     other = plan("--config", "qwen3_1_7b.toml", *keys).stdout
-    assert other.startswith("planned for 2 x h100 with 72.00 GiB usable of 80 GiB; no limit of host memory was given")
+    assert other.startswith("planned for 2 x h100 with 72.00 GiB usable of 80 GiB; host memory: no limit was given")
     assert "kept activations" not in other
 
 

@@ -83,7 +83,7 @@ KINDS = ["llama3", "qwen3", "gpt_oss", pytest.param("qwen2", marks=pytest.mark.n
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_perplexity_of_a_file_is_that_of_transformers(kind, folders, capsys):
     (found,) = results(
-        capsys, "--model", str(folders[kind]), "--perplexity", "texts.jsonl", "--seq-len=37", "--batch-size=3"
+        capsys, "--model", str(folders[kind]), "--perplexity", "texts.jsonl", "--training.seq_len=37", "--batch-size=3"
     )
     expected, num_tokens = their_loss(folders[kind], 37)
     assert found["tokens"] == num_tokens and found["documents"] == 3
@@ -155,7 +155,7 @@ def trained(folders, tmp_path_factory):
 
 def nats(capsys, *arguments):
     capsys.readouterr()
-    (found,) = results(capsys, *map(str, arguments), "--perplexity", "texts.jsonl", "--seq-len=24")
+    (found,) = results(capsys, *map(str, arguments), "--perplexity", "texts.jsonl", "--training.seq_len=24")
     return float(found["nats_per_token"])
 
 
@@ -167,14 +167,15 @@ def test_a_run_is_tried_at_its_newest_checkpoint_or_at_a_step(trained, folders, 
 
 
 @pytest.mark.parametrize("maps", [pytest.param("false", marks=pytest.mark.nightly), "true"])
-def test_adapters_of_a_run_are_tried_with_their_base(trained, capsys, maps):
+def test_adapters_of_a_run_are_tried_with_their_base(trained, folders, capsys, maps):
     run = trained(f"lora-{maps}", *ADAPTED, f"--lora.map_base={maps}")
     alone = trained(f"alone-{maps}", *ADAPTED, f"--lora.map_base={maps}", "--checkpoint.export=adapters")
     found = nats(capsys, "--run", run)
     assert found != nats(capsys, "--run", run, "--step=1")
     # Merged in, they are rounded once more.
     assert found == pytest.approx(nats(capsys, "--model", run / "export" / "step-2"), abs=1e-5)
-    assert found == nats(capsys, "--model", alone / "export" / "step-2")
+    adapters = f"--lora.path={alone / 'export' / 'step-2'}"
+    assert found == nats(capsys, "--model", folders["llama3"], adapters, *ADAPTED)
 
 
 def test_a_base_that_was_moved_is_found_where_the_command_says(trained, folders, capsys, tmp_path):
@@ -188,7 +189,9 @@ def test_a_base_that_was_moved_is_found_where_the_command_says(trained, folders,
 
 
 def test_another_type_than_the_files_is_converted(trained, folders, capsys):
-    exact, rounded = (nats(capsys, "--model", folders["llama3"], f"--dtype={name}") for name in ("float32", "bfloat16"))
+    exact, rounded = (
+        nats(capsys, "--model", folders["llama3"], f"--training.dtype={name}") for name in ("float32", "bfloat16")
+    )
     assert exact != rounded and exact == pytest.approx(rounded, rel=0.05)
 
 
@@ -218,11 +221,14 @@ MISTAKES = {
     "an empty prompt": ((*TOY, "--prompt", ""), "an empty prompt"),
     "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
     "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
-    "content of another kind": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "--content: given"),
+    "content of another kind": (
+        (*TOY, "--perplexity", "texts.jsonl", "--content=prose"),
+        "data.sources[0].content: given",
+    ),
     "no chat template": ((*TOY, "--chat", *ASKED), "no chat template"),
     "no tokenizer": (("--model", "untold", *ASKED), "no tokenizer.json"),
     "devices that are not here": ((*TOY, "--engine.devices=gpu", *ASKED), "no such kind"),
-    "a key that is not there": ((*TOY, "--engine.device=cpu", *ASKED), "nearest: engine.devices"),
+    "a key that is not there": ((*TOY, "--engine.device=cpu", *ASKED), "nearest: devices"),
     "a device that is too small": ((*TOY, "--engine.device_memory_gib=0.00001", *ASKED), "on a device, which has"),
 }
 

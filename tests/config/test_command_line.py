@@ -3,8 +3,7 @@
 import pytest
 
 from torchround.config import ConfigError, parse_command_line
-from torchround.config.reference import USAGE
-from torchround.config.validate import all_keys
+from torchround.config.load import USAGE
 
 
 def config(*arguments):
@@ -51,16 +50,11 @@ def test_switches_are_off_unless_given():
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_names_every_flag_and_key_and_ends_well(flag, capsys):
+def test_help_names_every_flag_and_ends_well(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         parse_command_line([flag])
     assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith(USAGE)
-    for table, keys in all_keys().items():
-        # A table may have several sections, one for each optimizer.
-        section = "".join(part for part in text.split("\n## ") if part.startswith(f"`[{table}]"))
-        assert all(f"\n**`{key}`**: " in section for key in keys), table
+    assert capsys.readouterr().out == USAGE + "\n"
 
 
 @pytest.mark.parametrize(
@@ -69,14 +63,13 @@ def test_help_names_every_flag_and_key_and_ends_well(flag, capsys):
         ([], "command line: no configuration; write --config NAME.toml once"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "a.toml", "--config", "b.toml"], "2 configurations are given"),
-        (["debug.toml"], "unexpected argument debug.toml; a file is given as --config debug.toml"),
-        (["--confg", "debug.toml"], "unknown flag --confg; legal: --config, "),
+        (["debug.toml"], "unexpected argument debug.toml; legal: --config NAME.toml, --print-config, "),
+        (["--confg", "debug.toml"], "unexpected argument --confg; legal: --config NAME.toml, "),
         (["--confg", "debug.toml"], "; nearest: --config"),
-        (["--seq_len", "3"], "unknown flag --seq_len; legal: --config, --print-config, --dry-run, --help"),
         (["--seq_len", "3"], "; nearest: --training.seq_len"),
         (["--dry-run=yes"], "argument --dry-run: ignored explicit argument 'yes'"),
         (["--config", "debug.toml", "--training.steps"], "training.steps: no value"),
-        (["--config", "debug.toml", "--training..steps=3"], "given --training..steps; a key is written"),
+        (["--config", "debug.toml", "--training..steps=3"], "unexpected argument --training..steps; legal: "),
         (["--config", "debug.toml", "--data.sources", "[{"], "data.sources: given [{, which is not valid TOML"),
         (["--config", "debug.toml", "--run.folder", "\udcff"], "command line: run.folder: given "),
     ],

@@ -7,10 +7,8 @@ from pydantic import ValidationError
 
 from torchround import config
 from torchround.config import AdamWTable, ConfigError, load_config, to_toml
-from torchround.config.config import Config
+from torchround.config.__main__ import page
 from torchround.config.key_types import Table
-from torchround.config.reference import documentation, page
-from torchround.config.usual_names import USUAL_KEYS, USUAL_VALUES
 from torchround.config.validate import all_keys
 
 VALID = """
@@ -45,7 +43,7 @@ def message(tmp_path):
         ("training.seq_length=3", "training.seq_length: unknown key, given 3; legal in training: steps, "),
         ("training.seq_length=3", "; nearest: seq_len"),
         ("training.lr=3", "; nearest: optimizer.lr"),
-        ("trainig.steps=3", "trainig: unknown table; legal: run, model, "),
+        ("trainig.steps=3", 'trainig: unknown table, given {"steps": 3}; legal: run, model, '),
         ("trainig.steps=3", "; nearest: training"),
         ("training.steps=two", 'training.steps: given "two"; input should be a valid integer'),
         ("training.steps=true", "given true; input should be a valid integer"),
@@ -54,14 +52,10 @@ def message(tmp_path):
         ("optimizer.lr=inf", "optimizer.lr: given inf; input should be a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas[1]: missing"),
         ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]: given 2; input should be less than 1"),
-        (
-            "data.sources=[{path='a', module='m', format='dataset'}]",
-            'legal: module, which reads files, or format = "dataset", not both',
-        ),
         ("optimizer.name=adam", 'optimizer.name: given "adam"; '),
         ("optimizer.state=small", "given \"small\"; input should be 'exact' or 'compact'"),
         ("optimizer.beta=0.9", "optimizer.beta: unknown key, given 0.9; legal in optimizer: name, lr, "),
-        ("optimizer.momentum=0.9", 'betas, eps; it is a key of optimizer.name = "muon"'),
+        ("optimizer.momentum=0.9", "optimizer.momentum: unknown key, given 0.9; legal in optimizer: name, lr, "),
         ("engine.update=asyncc", "given \"asyncc\"; input should be 'sync', 'async' or 'bounded'; nearest: async"),
         ("engine.plan=3", "engine.plan: given 3; input should be a table or a valid string"),
         ("engine.plan={fused=0}", "engine.plan.forward: missing"),
@@ -70,9 +64,8 @@ def message(tmp_path):
         ("data.sources=[{}]", "data.sources[0].path: missing"),
         ('data.sources=[{path="a"}, {path=1}]', "data.sources[1].path: given 1; input should be a valid string"),
         ('data.sources=[{pathh="a"}]', "data.sources[0].pathh: unknown key"),
-        ("run.name=7", """; as a string: --run.name '"7"'"""),
-        ("run.name=a/b", 'given "a/b"; use up to 128 letters, digits, '),
-        ("training.learning_rate=1", "; nearest: optimizer.lr"),
+        ("run.name=7", "run.name: given 7; input should be a valid string"),
+        ("run.name=a/b", 'given "a/b"; string should match pattern '),
         ("training.max_norm=nan", "training.max_norm: given nan; input should be a finite number"),
         (
             "lr_schedule.min_lr_factor=1.5",
@@ -82,8 +75,7 @@ def message(tmp_path):
         ("trace.steps=[0]", "trace.steps[0]: given 0; input should be greater than or equal to 1"),
         ('data.sources=[{path="a",weight=0}]', "data.sources[0].weight: given 0; input should be greater than 0"),
         ("training.dtype=float64", "input should be 'float32', 'bfloat16' or 'float16'"),
-        ("training.dtype=fp16", "; nearest: float16"),
-        ("lr_schedule.decay=constant", "; nearest: none"),
+        ("training.dtype=floa16", "; nearest: float16"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named_with_what_is_legal(message, override, expected):
@@ -94,7 +86,7 @@ def test_a_mistake_on_the_command_line_is_named_with_what_is_legal(message, over
 def test_a_mistake_in_a_file_is_one_line_that_begins_with_the_file(message):
     text = VALID.replace("steps = 50", 'steps = "50"')
     assert message(text) == 'run.toml: training.steps: given "50"; input should be a valid integer'
-    assert "; nearest: optimizer.lr" in message("learning_rate = 1\n" + VALID)
+    assert "; nearest: optimizer.lr" in message("lr = 1\n" + VALID)
     # A chosen optimizer's mistakes are named once, not for each optimizer.
     assert message(f"{VALID}[optimizer]\nlr = 0").count("optimizer.lr") == 1
 
@@ -117,8 +109,8 @@ def test_all_missing_required_keys_are_named(message):
 
 def test_a_value_in_place_of_a_table_is_refused_with_the_way_to_write_a_table(message):
     text = VALID.partition("[training]")[0]
-    assert message("training = 3\n" + text) == "run.toml: training: given 3; legal: a table, written [training]"
-    assert "optimizer: given 3; legal: a table, written [optimizer]" in message("optimizer = 3\n" + text)
+    assert message("training = 3\n" + text) == "run.toml: training: given 3; input should be a table"
+    assert "optimizer: given 3; input should be a table" in message("optimizer = 3\n" + text)
 
 
 BOUNDED = "engine.update=bounded"
@@ -127,8 +119,7 @@ CONFLICTS = [
     ("model.hf_path=folder", "model.flavor model.hf_path debug folder"),
     ("model.flavor=none", "model.flavor model.shape model.hf_path"),
     ("tokenizer.path=folder", "tokenizer.path tokenizer.name folder bytes"),
-    ("tokenizer.name=none", "tokenizer.path tokenizer.name model.hf_path"),
-    ("training.micro_batch_size=9", "training.micro_batch_size training.global_batch_size 9 8"),
+    ("data.streams=3", "data.streams training.global_batch_size 3 8"),
     ("engine.delay_correction=predict engine.update=sync", 'engine.delay_correction engine.update "predict" "async"'),
     (BOUNDED, 'engine.update training.clip training.max_norm "bounded" "layer"'),
     (f"{BOUNDED} training.clip=layer training.dtype=float16", 'engine.update training.dtype "float16" "bfloat16"'),
@@ -143,11 +134,8 @@ CONFLICTS = [
         'engine.delay_correction optimizer.name "predict" "muon" "auto" "none"',
     ),
     (f"{BOUNDED} optimizer.name=muon training.clip=layer", 'engine.update optimizer.name "bounded" "muon" "sync"'),
-    ("engine.stale_layers=3", 'engine.stale_layers engine.update 3 "sync" "auto"'),
     ("engine.rounds=5", "engine.rounds training.global_batch_size 5 1 4"),
     (PLAN % 5, "engine.plan 5 1 4"),
-    (f"{PLAN % 2} engine.rounds=3", "engine.rounds engine.plan 3 2"),
-    ("engine.plan={forward=[1,1],fused=1,backward=[1]}", "engine.plan 2 1"),
     ("lr_schedule.warmup_steps=50", "lr_schedule.warmup_steps training.steps 50 49"),
     ("lora.path=folder", "lora.path lora.rank folder 0"),
     ("lora.path=folder lora.rank=4", "lora.path model.hf_path"),
@@ -190,48 +178,14 @@ def test_combinations_at_the_edge_of_what_is_legal_are_accepted_and_load_again_f
 
 
 def test_all_conflicts_of_one_load_are_in_one_message_with_every_source_of_their_keys(message):
-    lines = message(VALID, "--model.hf_path=x", "--training.micro_batch_size=9").splitlines()
+    lines = message(VALID, "--model.hf_path=x", "--data.streams=3").splitlines()
     assert lines[0] == "2 problems in the configuration" and len(lines) == 3
-    assert message(VALID, "--training.micro_batch_size=9").startswith("command line and run.toml: training.micro_batch")
+    assert message(VALID, "--data.streams=3").startswith("command line and run.toml: data.streams")
 
 
 def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(message):
     text = message(VALID, "--engine.plan={forward = [1], fused = 0, backward = [1]}")
     assert text == "command line: engine.plan.fused: given 0; input should be greater than or equal to 1"
-
-
-# Names that users bring from other trainers.
-
-
-def every_choice():
-    """Return the strings that each key lists as legal, and the kinds of accelerator, which no type lists."""
-    found = [{"auto"}]
-    waiting = [Config.model_json_schema()]
-    while waiting:
-        schema = waiting.pop()
-        if isinstance(schema, dict):
-            # A union's members are the choices of one key.
-            members = [schema, *schema.get("anyOf", [])]
-            found.append({choice for each in members for choice in each.get("enum", [each.get("const")])})
-            waiting += schema.values()
-        elif isinstance(schema, list):
-            waiting += schema
-    return found
-
-
-def test_each_usual_key_leads_to_a_key_that_exists_and_is_none_itself():
-    for usual, place in USUAL_KEYS.items():
-        table, _, key = place.partition(".")
-        assert key in all_keys()[table], usual
-        assert usual == usual.lower() and not any(usual in names for names in all_keys().values())
-
-
-def test_each_usual_value_leads_to_one_that_a_key_lists():
-    """A key may list the usual value with another meaning, but not beside the one that it leads to."""
-    choices = every_choice()
-    for usual, value in USUAL_VALUES.items():
-        meant = [listed for listed in choices if value in listed]
-        assert meant and all(usual not in listed for listed in meant), usual
 
 
 # Each table and key is documented, and tables cannot be changed.
@@ -246,7 +200,7 @@ def test_tables_cannot_be_changed_and_tables_and_keys_are_documented(table):
     with pytest.raises(ValidationError, match="frozen"):
         setattr(table.model_construct(), next(iter(table.model_fields)), 1)
     fields = [] if table is config.Config else table.model_fields.values()
-    assert all(documentation(text) for text in (table.__doc__, *(info.description for info in fields)))
+    assert all(text and text.strip() for text in (table.__doc__, *(info.description for info in fields)))
 
 
 def test_the_page_of_all_keys_is_up_to_date_and_has_every_key_under_its_table():

@@ -96,7 +96,7 @@ RUN = {
     ],
 )
 def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, known):
-    card = model_card(CardFacts(RUN, 7, 100, Path(base), called, {}, adapters=True))
+    card = model_card(CardFacts(RUN, 7, 100, Path(base), called, adapters=True))
     found = head(card)
     assert found.get("base_model") == known == hub_name(Path(base), called)
     assert found["datasets"] == ["HuggingFaceH4/no_robots"] and found["library_name"] == "peft"
@@ -133,8 +133,12 @@ def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
 def test_ids_of_another_vocabulary_are_not_kept(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "top_p": 0.9}))
     ids = {"bos_token_id": None, "eos_token_id": 5, "pad_token_id": 6}
-    assert generation_content(tmp_path, ids, same_tokens=False) == {"top_p": 0.9, "eos_token_id": 5, "pad_token_id": 6}
-    assert generation_content(tmp_path, ids, same_tokens=True)["eos_token_id"] == [1, 2, 5]
+    assert generation_content(str(tmp_path), ids, same_tokens=False) == {
+        "top_p": 0.9,
+        "eos_token_id": 5,
+        "pad_token_id": 6,
+    }
+    assert generation_content(str(tmp_path), ids, same_tokens=True)["eos_token_id"] == [1, 2, 5]
     assert generation_content(None, ids, same_tokens=False) == {"eos_token_id": 5, "pad_token_id": 6}
 
 

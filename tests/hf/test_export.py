@@ -50,7 +50,7 @@ def assert_same_tensors(ours, theirs):
 def export(release, folder, *options, checkpoint=None):
     """Export a run that starts from the release to `folder / exported`, which is returned."""
     checkpoint, output = checkpoint or imported(release, folder), folder / "exported"
-    assert export_hf.main([str(checkpoint), f"--base={release.folder}", str(output), *options]) == 0
+    assert export_hf.main([str(checkpoint), str(output), f"--model.hf_path={release.folder}", *options]) == 0
     return output
 
 
@@ -62,9 +62,12 @@ def small_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_import_then_export_gives_every_tensor_back_and_transformers_the_same_logits(kind, releases, tmp_path):
+def test_import_then_export_gives_every_tensor_back_and_transformers_the_same_logits(
+    kind, releases, tmp_path, monkeypatch
+):
     release = releases(kind)
-    output = export(release, tmp_path, "--max-shard-gb", "2e-5")
+    monkeypatch.setattr(export_hf, "SHARD_BYTES", 20_000)
+    output = export(release, tmp_path)
     assert_same_tensors(output, release.folder)
     shards = sorted(output.glob("*.safetensors"))
     where = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
@@ -135,18 +138,18 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
         assert not output.exists() or not any(output.iterdir())
         return capsys.readouterr().err
 
-    base = f"--base={release.folder}"
+    base = f"--model.hf_path={release.folder}"
     output.mkdir()
-    assert "is there already" in refusal(checkpoint, base, output)
+    assert "is there already" in refusal(checkpoint, output, base)
     output.rmdir()
     assert f"legal: one checkpoint, such as {checkpoint}\n" in refusal(checkpoint.parents[1], output)
-    assert "--base says where" in refusal(checkpoint, output, "--base", tmp_path / "gone")
-    assert "lora.rank = 0" in refusal(checkpoint, base, output, "--adapters")
+    assert "but there is no such folder" in refusal(checkpoint, output, f"--model.hf_path={tmp_path / 'gone'}")
+    assert "lora.rank = 0" in refusal(checkpoint, output, base, "--adapters")
     damaged = next(checkpoint.glob("tensors-*.safetensors"))
     flip_last_bit(damaged)
-    assert damaged.name in refusal(checkpoint, base, output)
+    assert damaged.name in refusal(checkpoint, output, base)
     shutil.rmtree(checkpoint)
-    refusal(checkpoint, base, output)
+    refusal(checkpoint, output, base)
 
 
 def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_cache_are_not(releases, tmp_path, capsys):
@@ -164,7 +167,7 @@ def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_ca
     (tmp_path / "precious").write_text("precious")
     (snapshot / "merges.txt").symlink_to(tmp_path / "precious")
     capsys.readouterr()
-    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
+    assert export_hf.main([str(checkpoint), str(output), f"--model.hf_path={snapshot}"]) == 2
     assert "merges.txt is a link to" in capsys.readouterr().err and not output.exists()
     (snapshot / "merges.txt").unlink()
     # Weights under a name that the look for links leaves out.
@@ -172,7 +175,7 @@ def test_links_that_leave_the_model_s_folder_are_refused_but_those_of_a_hub_s_ca
     index = snapshot / "model.safetensors.index.json"
     index.unlink()
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "weights"}}))
-    assert export_hf.main([str(checkpoint), f"--base={snapshot}", str(output)]) == 2
+    assert export_hf.main([str(checkpoint), str(output), f"--model.hf_path={snapshot}"]) == 2
     assert "is not the name of a safetensors file" in capsys.readouterr().err and not output.exists()
 
 
@@ -207,7 +210,9 @@ def test_split_weights_are_exported_with_all_their_bits_or_rounded_as_pytorch_do
         path = save_run(tmp_path / str(split), store, family=release.family.name, hf_path=str(release.folder))
         exports.append(tmp_path / f"exported-{split}")
         name = str(dtype).removeprefix("torch.")
-        assert export_hf.main([str(path), f"--base={release.folder}", str(exports[-1]), f"--dtype={name}"]) == 0
+        assert (
+            export_hf.main([str(path), str(exports[-1]), f"--model.hf_path={release.folder}", f"--dtype={name}"]) == 0
+        )
     assert_same_tensors(*exports)
     head = tensors_in(exports[0])["model.norm.weight"]
     assert torch.equal(head, values["head.norm.weight"].to(dtype))

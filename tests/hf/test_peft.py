@@ -86,7 +86,7 @@ def exported(ours, release, targets, folder):
         lora={"rank": RANK, "alpha": ALPHA, "dropout": 0.1, "targets": targets},
     )
     checkpoint = Checkpointer(folder / "checkpoints").save(1, ours.store.named_views(), {"config": run})
-    options = [f"--base={release.folder}", "--adapters"]
+    options = [f"--model.hf_path={release.folder}", "--adapters"]
     assert export_hf.main([str(checkpoint), str(folder / "adapters"), *options]) == 0
     return checkpoint, folder / "adapters"
 
@@ -123,7 +123,7 @@ def test_peft_loads_our_adapters_and_has_our_logits_gradients_and_merged_export(
         compared.add(theirs_name)
     assert compared == expected.keys()
     merged = tmp_path / "merged"
-    assert export_hf.main([str(checkpoint), str(merged), f"--base={release.folder}", "--dtype=float32"]) == 0
+    assert export_hf.main([str(checkpoint), str(merged), f"--model.hf_path={release.folder}", "--dtype=float32"]) == 0
     expected = theirs.merge_and_unload().state_dict()
     loaded = type(release.theirs).from_pretrained(merged, dtype=torch.float32).state_dict()
     assert loaded.keys() == expected.keys()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scripts.check_tree import ROOT
 from tests.support.published_models import by_night
 from tests.support.random_costs import LINKS, costs, limits
-from torchround.commands.plan_run import configured_question, hardware, parser
+from torchround.commands.plan_run import configured_question, planned_hardware
 from torchround.config import parse_command_line
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.keep_rule import KeepRule
@@ -169,9 +169,9 @@ def test_a_plan_of_least_host_memory_is_found_where_its_limit_is_tight():
 )
 def test_the_longest_sequence_of_each_published_model_is_as_long_as_without_keeping(config):
     path = str(ROOT / "configs" / f"{config}.toml")
-    options = parse_command_line(["--config", path, "--engine.compile", "false"])
-    machine = ["--device", "rtx4090", "--num-devices", "8", "--host-memory-gib", "745"]
-    card = hardware(parser().parse_args(["--config", path, *machine]), options.config)
+    machine = ["--machines.card=rtx4090", "--engine.num_devices=8", "--engine.host_memory_gib=745"]
+    options = parse_command_line(["--config", path, "--engine.compile", "false", *machine])
+    card = planned_hardware(options)
     question = configured_question(options, None, card)
     assert question.keep_rule().is_open
     tokens = longest_tokens(replace(question, keep_activations="none"))

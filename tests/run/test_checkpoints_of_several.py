@@ -53,9 +53,9 @@ def test_a_run_on_one_machine_continues_from_a_checkpoint_of_three_with_the_same
 def test_commands_read_a_checkpoint_of_three_and_say_how_to_join_parts(small_runs, capsys):
     assert small_runs("run") == 0
     path = small_runs.checkpoint("run", STEPS)
-    export_hf.export(export_hf.Export(path, small_runs.folder / "before"))
+    export_hf.export(path, small_runs.folder / "before")
     saved_again_by_three(path)
-    export_hf.export(export_hf.Export(path, small_runs.folder / "after"))
+    export_hf.export(path, small_runs.folder / "after")
     assert files_of(small_runs.folder / "after") == files_of(small_runs.folder / "before")
     capsys.readouterr()
     assert manage(["verify", str(path)]) == 0 and manage(["list", str(path.parent)]) == 0

@@ -88,7 +88,6 @@ def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small
         ((*VALIDATED, "--validation.prompts=['']"), "validation.prompts[0]: "),
         ((*VALIDATED, "--validation.prompts=a"), "input should be a valid tuple"),
         ((*VALIDATED, *PROMPTS, "--validation.prompt_tokens=0"), "validation.prompt_tokens: given 0"),
-        ((*VALIDATED, *PROMPTS, "--data.sources=[{path = 'text.jsonl', content = 'tokens'}]"), "token ids"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_one_message(small_runs, capsys, arguments, message):

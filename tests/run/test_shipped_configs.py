@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchround.commands.configured_model import build_model
-from torchround.commands.plan_run import dry_run_hardware, planned_machines, question_of
+from torchround.commands.plan_run import planned_hardware, planned_machines, question_of
 from torchround.config import parse_command_line
 from torchround.planning.plan_report import fits, host_memory, plan_for
 from torchround.run.run_plan import PlanByMeasuring
@@ -24,7 +24,7 @@ def question_for(config, *keys):
         assert first.startswith("# Any machine")
         return None
     assert first.startswith(f"# {table.num_cards} x {name} (24 GiB), {table.host_memory_gib:g} GiB of host memory")
-    machine = dry_run_hardware(options.config)
+    machine = planned_hardware(options)
     machines = planned_machines(table)
     return question_of(options.config, build_model(options), machine, (), machines)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # Name on the command line: module, seen from this room, and what the command does. A module has a `main(arguments)` that
 # returns the exit code.
@@ -40,20 +40,11 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=shown, allow_abbrev=False)
 
 
-def number(kind: type, legal: str, is_legal: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """Return a parser of a number on the command line. It refuses a value that is not `legal`, and says what is."""
-
-    def parse(text: str) -> Any:
-        with suppress(ValueError):
-            if is_legal(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"given {text}; legal: {legal}")
-
-    return parse
-
-
-POSITIVE_COUNT = number(int, "an integer of at least 1", lambda value: value >= 1)
-NATURAL = number(int, "an integer of at least 0", lambda value: 0 <= value < 2**63)
+def positive_integer(text: str) -> int:
+    """Parse an integer of at least 1 on the command line."""
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
 
 
 def main() -> NoReturn:
@@ -80,8 +71,7 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
     """Run a command with the arguments of this process, and exit with its code.
 
     A reader that closes our output early, as `| head` does, ends the command without a traceback. Any other broken pipe
-    is a fault of the command, and raises. Output that cannot be written, as on a full disk, is one message, and a command
-    that succeeded otherwise ends with 1.
+    is a fault of the command, and raises. Output that cannot be written, as on a full disk, is one message and code 1.
     """
     code: int | str | None
     try:
@@ -101,28 +91,21 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
             if not isinstance(error, BrokenPipeError):
                 print(f"standard output cannot be written: {error}", file=sys.stderr)
                 code = code or 1
+    # Python would end daemon threads as they come back to it from a library, in C++, where a slow network holds them. That
+    # unwinds the library's own frames, which aborts the process in place of its exit code.
     if isinstance(code, int | None) and any(thread.daemon for thread in threading.enumerate()):
-        _end_at_once(code or 0)
+        if not code:
+            threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, AttributeError):  # closed, or full
+                stream.flush()
+        os._exit(code or 0)
     sys.exit(code)
 
 
-def _end_at_once(code: int) -> NoReturn:
-    """End the process with threads that may be inside a library, in C++, as a slow network leaves them.
-
-    Python would end them as they come back to it. That unwinds the library's own frames, which aborts the process in
-    place of its exit code. A command that succeeded waits for the threads that are no daemons, as Python does.
-    """
-    if code == 0:
-        threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):  # closed, or full
-            stream.flush()
-    os._exit(code)
-
-
 def _has_no_reader(descriptor: int) -> bool:
-    """Whether a pipe or socket was closed at its other end. A file or a terminal never is."""
+    """Check whether a pipe or socket was closed at its other end. A file or a terminal never is."""
     poll = select.poll()
     poll.register(descriptor, 0)  # errors are reported without being asked for
     return bool(poll.poll(0))

@@ -4,9 +4,10 @@ Every command builds them here.
 """
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest
-from torchround.config import MODEL_FOLDER, Config, ConfigError, Options, show, users_module
+from torchround.config import MODEL_FOLDER, ConfigError, Options, show, users_module
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
-from torchround.engine.errors import EngineUsageError
+from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.hf import HFError, PretrainedWeights, quantised_advice, quantised_kind, read_adapters
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
 from torchround.layer import FileTensor, LayeredModel
+from torchround.machines.group import MachineError
 from torchround.models import (
     FAMILIES,
     OWN_FAMILIES,
@@ -38,6 +40,7 @@ from torchround.planning.partition import PlanError
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.numbers import DTYPES
 from torchround.run.run_folder import RunError
+from torchround.untrusted.terminal import escape_unprintable
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,28 @@ MISTAKES = (
     *(InfeasiblePlanError, PlanError, RunError, UnknownPeakError),
 )
 """Errors of the user in what a config asks for. A command ends with exit code 2 and the message."""
+
+
+def end_with_message(
+    work: Callable[[], int], mistakes: tuple[type[Exception], ...], faults: tuple[type[Exception], ...] = ()
+) -> int:
+    """Do the work of a command. Returns its exit code: 2 after one of `mistakes`, 1 after one of `faults`, each one message."""
+    try:
+        return work()
+    except mistakes as error:
+        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
+        return 2
+    except faults as error:
+        # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
+        # An error on another machine has no traceback here.
+        if isinstance(error, PipelineError) and not isinstance(error.__cause__, MachineError | None):
+            traceback.print_exception(error.__cause__)
+        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
 
 Mapped = Mapping[str, Sequence[FileTensor]]
 """Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""
@@ -71,15 +96,10 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     family, config = model_config(options, vocab_size)
     if warns:
         warn_of_positions("training.seq_len", options.config.training.seq_len, config)
-        if family.name == BORROWED:
-            _advise_on_borrowed(options, config.content)  # type: ignore[attr-defined]
     try:
         model = family.build(config)
     except ModelConfigError as error:
-        if family.name != BORROWED:
-            raise
-        # The modules of transformers cannot be cut into layers.
-        raise options.error("model.hf_path", f"{options.config.model.hf_path}: {error}") from error
+        raise options.error("model", str(error)) from error
     lora = options.config.lora
     if lora.rank:
         shape = LoraShape(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets))
@@ -107,41 +127,34 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
     if table.family not in families:
         raise options.unknown_name("model.family", table.family, families)
     family = families[table.family]
-    if not family.flavors and table.hf_path is None:
-        key, given = (
-            ("model.shape", "a table") if table.flavor is None else ("model.flavor", show(table.flavor))
-        )
-        raise options.error(
-            key,
-            f"given {given}, but model.family = {show(family.name)} has no sizes of its own; "
-            "legal: model.hf_path, a folder with config.json and weights",
-        )
+    if table.hf_path is not None:
+        config = _released_config(options, family, Path(table.hf_path).expanduser() / "config.json")
+        if vocab_size is not None and config.vocab_size < vocab_size:
+            raise options.error(
+                "tokenizer", f"it has {vocab_size} tokens; legal: at most the model's {config.vocab_size}"
+            )
+        return family, config
+    if not family.flavors:
+        key, given = ("shape", "a table") if table.flavor is None else ("flavor", show(table.flavor))
+        text = f"given {given}, but {show(family.name)} has no sizes of its own"
+        raise options.error(f"model.{key}", f"{text}; legal: model.hf_path")
+    if table.flavor is not None and table.flavor not in family.flavors:
+        raise options.unknown_name("model.flavor", table.flavor, family.flavors)
     flavor_vocab = vocab_size
-    if table.flavor is not None:
-        if table.flavor not in family.flavors:
-            raise options.unknown_name("model.flavor", table.flavor, family.flavors)
-        # A smaller vocabulary leaves rows unused; it does not make a model of another size of the one that was asked
-        # for. Flavors called `debug` have no vocabulary of their own.
-        if vocab_size is not None and not table.flavor.startswith("debug"):
-            flavor_vocab = max(vocab_size, family.config_from_flavor(table.flavor).vocab_size)
-    if table.shape is not None:
-        shape = table.shape.model_dump(exclude_none=True)
-        if table.flavor is not None and flavor_vocab is not None:
-            shape.setdefault("vocab_size", flavor_vocab)
-        try:
-            return family, family.config_from_shape(shape, table.flavor, vocab_size)
-        except ModelConfigError as error:
-            raise options.error("model.shape", str(error)) from error
-    if table.flavor is not None:
+    # A smaller vocabulary leaves rows unused; it does not make a model of another size of the one that was asked for.
+    # Flavors called `debug` have no vocabulary of their own.
+    if table.flavor is not None and vocab_size is not None and not table.flavor.startswith("debug"):
+        flavor_vocab = max(vocab_size, family.config_from_flavor(table.flavor).vocab_size)
+    if table.shape is None:
+        assert table.flavor is not None, "the config checks want a flavor, a shape or hf_path"
         return family, family.config_from_flavor(table.flavor, vocab_size=flavor_vocab)
-    path, config = _released_config(options, family)
-    if vocab_size is not None and config.vocab_size < vocab_size:
-        raise options.error(
-            "tokenizer",
-            f"it has {vocab_size} tokens, and the model of {path} only {config.vocab_size}; "
-            "legal: a tokenizer with at most as many",
-        )
-    return family, config
+    shape = table.shape.model_dump(exclude_none=True)
+    if table.flavor is not None and flavor_vocab is not None:
+        shape.setdefault("vocab_size", flavor_vocab)
+    try:
+        return family, family.config_from_shape(shape, table.flavor, vocab_size)
+    except ModelConfigError as error:
+        raise options.error("model.shape", str(error)) from error
 
 
 def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeights | None, Mapped]:
@@ -154,11 +167,19 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
         return None, {}
     family, shape = model_config(options, None)  # the tokenizer was compared when the model was built
     shapes = model.stored_shapes()
-    weights = open_weights(Path(os.path.expanduser(config.model.hf_path)), family, shape, shapes)
+    weights = open_weights(Path(config.model.hf_path).expanduser(), family, shape, shapes)
     if config.lora.path is not None:
         names = adapter_names(model, family.module_names(shape))
         weights.adapters = read_adapters(config.lora, names, shapes)
-    return weights, _map_base(weights, model, config)
+    if not config.lora.map_base:
+        return weights, {}
+    layers = zip(model.names, model.layers, strict=True)
+    named = (
+        (f"{name}.{path}", weight) for name, layer in layers for path, weight in layer.named_parameters()
+    )
+    # A tied parameter has a name in each of its layers, and is stored under one of them.
+    frozen = {name for name, weight in named if not weight.requires_grad} & shapes.keys()
+    return weights, weights.map_tensors(sorted(frozen), DTYPES[config.training.dtype])
 
 
 def open_weights(
@@ -168,20 +189,6 @@ def open_weights(
     tensors = read_folder(folder)
     found = family.names_in_folder(config, tensors)
     return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
-
-
-def _map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:
-    """Map the frozen weights that the files hold in the run's type, without reading them; none without `lora.map_base`."""
-    if not config.lora.map_base:
-        return {}
-    frozen = {
-        f"{name}.{path}"
-        for name, layer in zip(model.names, model.layers, strict=True)
-        for path, parameter in layer.named_parameters()
-        if not parameter.requires_grad
-    }
-    # A tied parameter has a name in each of its layers, and is stored under one of them.
-    return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
 
 
 def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
@@ -194,70 +201,28 @@ def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
         )
 
 
-# The folder of a released model.
-
-
-def _released_config(options: Options, family: ModelFamily) -> tuple[Path, KnownShape]:
-    """Read the folder `model.hf_path`: the path of its `config.json`, and the family's config of it.
-
-    Raises `ConfigError` for a file that is missing or damaged, and for a model that the family does not read.
-    """
+def _released_config(options: Options, family: ModelFamily, path: Path) -> KnownShape:
+    """Read a `config.json` as the family's config. Raises `ConfigError`, or `ModelConfigError` if the family refuses it."""
     folder = options.config.model.hf_path
-    assert folder is not None, "the config checks want a flavor, a shape or hf_path"
-    path = Path(os.path.expanduser(folder)) / "config.json"
     if not path.is_file():
         lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
         raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
     try:
         content = read_object(path)
-    except HFError as error:
-        raise options.error("model.hf_path", str(error)) from error
-    _refuse_another_family(options, family, path, content.get("model_type"))
-    if (kind := quantised_kind(content)) is not None:
-        raise options.error("model.hf_path", f"{path.parent}: {quantised_advice(kind)}")
-    try:
-        return path, family.config_from_hf(content)
-    except ModelConfigError as error:
-        if family.name != BORROWED:
-            raise
+        kind = content.get("model_type")
+        if family.name != BORROWED and kind not in family.hf_model_types:
+            readers = {kind: own.name for own in OWN_FAMILIES.values() for kind in own.hf_model_types}
+            legal = {readers[kind]} if isinstance(kind, str) and kind in readers else set(readers.values())
+            text = f"given {show(family.name)}, but {path} has model_type {show(kind)}"
+            others = f"{show(BORROWED)} for most other decoders of transformers"
+            raise options.error(
+                "model.family", f"{text}; legal: {', '.join(map(show, sorted(legal)))}; {others}"
+            )
+        if (quantised := quantised_kind(content)) is not None:
+            raise HFError(f"{path.parent}: {quantised_advice(quantised)}")
+        return family.config_from_hf(content)
+    except (HFError, ModelConfigError) as error:
         raise options.error("model.hf_path", f"{path}: {error}") from error
-
-
-def _refuse_another_family(options: Options, given: ModelFamily, path: Path, model_type: Any) -> None:
-    """Raise `ConfigError` if another family reads this type, or none. The message lists what is supported."""
-    if given.name == BORROWED or model_type in given.hf_model_types:
-        return
-    readers = {kind: family.name for family in OWN_FAMILIES.values() for kind in family.hf_model_types}
-    if isinstance(model_type, str) and model_type in readers:
-        raise options.error(
-            "model.family",
-            f"given {show(options.config.model.family)}, but {path} has model_type {show(model_type)}; "
-            f"legal for it: {show(readers[model_type])}",
-        )
-    named = f"model_type {show(model_type)}" if isinstance(model_type, str) else "no model_type"
-    supported = "; ".join(f"{show(kind)} with model.family = {show(name)}" for kind, name in readers.items())
-    raise options.error(
-        "model.hf_path",
-        f"{path} has {named}, which no family of torchround reads; legal: {supported}; most decoders of other types "
-        f"that transformers defines, with model.family = {show(BORROWED)}",
-    )
-
-
-def _advise_on_borrowed(options: Options, content: Mapping[str, Any]) -> None:
-    """Warn of what makes a borrowed model slower than it needs to be, or than was asked for."""
-    if options.config.engine.compile is True:
-        logger.warning(
-            "engine.compile = true compiles the update alone: layers of model.family = %s stay as they are",
-            show(BORROWED),
-        )
-    for family in OWN_FAMILIES.values():
-        with suppress(ModelConfigError):
-            if content.get("model_type") in family.hf_model_types:
-                family.config_from_hf(content)
-                logger.warning(
-                    "model.family = %s runs the modules of transformers; model.family = %s has faster kernels of its own",
-                    *(show(BORROWED), show(family.name)),
-                )
 
 
 # The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.
@@ -305,3 +270,39 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
         whole = replace(upper, dtype_name="F32", begin=0, nbytes=2 * upper.nbytes)
         found[parameter] = StoredSplitWeight(**vars(whole), upper=upper, residual=residual)
     return found
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a checkpoint and its weights. `base` has those that the run left in the files of its base model."""
+
+    family: ModelFamily
+    shape: KnownShape
+    model: LayeredModel
+    weights: PretrainedWeights
+    base: PretrainedWeights | None
+
+
+def open_saved_model(options: Options, checkpoint: Path, opens_base: bool = False) -> SavedModel:
+    """Build the model of a checkpoint and check all weights by name and shape, without reading them.
+
+    The base is opened if weights are only there, or with `opens_base`. Raises `HFError` if the weights are another model's,
+    and `ConfigError` or `ModelConfigError`.
+    """
+    stored, folder = checkpoint_weights(checkpoint), options.config.model.hf_path
+    # The embedding's rows, because the tokenizer may have decided their number.
+    embedding = stored.get("embedding.weight")
+    rows = embedding.shape[0] if folder is None and embedding is not None and embedding.shape else None
+    family, shape = model_config(options, rows)
+    names = family.hf_names(shape).keys()
+    # Before the model is built: a forged checkpoint may describe any number of layers.
+    missing = sorted(names - stored.keys())
+    if missing and folder is None:
+        raise HFError(f"{checkpoint} lacks {', '.join(missing[:5])} of the model that it describes")
+    model = build_model(options, rows, warns=False)
+    shapes = model.stored_shapes()
+    own = {name: name for name in shapes if name in stored or name not in names}
+    weights, base = PretrainedWeights(checkpoint, own, shapes, tensors=stored), None
+    if folder is not None and (missing or opens_base):
+        base = open_weights(Path(folder).expanduser(), family, shape, shapes)
+    return SavedModel(family, shape, model, weights, base)

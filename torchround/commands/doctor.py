@@ -1,10 +1,9 @@
 """Say what this machine has, and which of the shipped configs it can train.
 
     torchround doctor
-    torchround doctor --config NAME.toml --folder /fast/disk
+    torchround doctor --config NAME.toml
 
-The rates of the links to the devices are measured. Every config is planned for the devices and the memory that are free
-now. Nothing is trained, and nothing is written.
+Every config is planned for the devices and the memory that are free now. Nothing is trained, and nothing is written.
 """
 
 import logging
@@ -21,45 +20,40 @@ import torch
 
 from torchround.accelerators import AcceleratorKind, present_kind
 from torchround.commands import new_parser
-from torchround.commands.configured_model import MISTAKES
+from torchround.commands.configured_model import MISTAKES, end_with_message
 from torchround.commands.plan_run import configured_question, known_vocab_size
 from torchround.config import ConfigError, EngineTable, parse_command_line
 from torchround.config.load import find_config
-from torchround.engine.device import Device, Stream
 from torchround.engine.errors import EngineError
-from torchround.engine.store.host_memory import HostAllocator
 from torchround.optim.kernel import keep_inductor_private
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import report_plan
 from torchround.run import hardware
 from torchround.run.hardware import available_host_bytes, find_hardware
 from torchround.run.run_folder import checkpoint_bytes
-from torchround.untrusted.terminal import say, terminal_safe
+from torchround.untrusted.terminal import say
 
 NAME_WIDTH = 27  # in characters
-LINK_BYTES = 2**28  # of one copy: long compared with its start
 
 
 def main(arguments: list[str]) -> int:
     """Print the facts. Returns the exit code: 2 for a mistake in the arguments, otherwise 0, whatever fits."""
     parser = new_parser(__doc__)
-    add = parser.add_argument
-    add("--config", action="append", metavar="NAME.toml", help="plan this instead of the shipped configs")
-    add("--folder", type=Path, default=Path(), help="folder for runs, whose disk is looked at (default: .)")
+    text = "plan this instead of the shipped configs"
+    parser.add_argument("--config", action="append", metavar="NAME.toml", default=[], help=text)
     options = parser.parse_args(arguments)
-    try:
-        if not options.folder.is_dir():
-            raise ConfigError([f"--folder {options.folder}: there is no such folder"])
-        configs = [find_config(name) for name in options.config or ()]
-    except ConfigError as error:
-        print(terminal_safe(f"doctor: {error}"), file=sys.stderr)
-        return 2
+    return end_with_message(lambda: look(options.config), (ConfigError,))
+
+
+def look(names: list[str]) -> int:
+    """Print the facts, and each config with its plan."""
     # The clone that this package is in has configs; an installed package has none.
-    configs = configs or sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    configs = [find_config(name) for name in names] or shipped
     log = logging.getLogger(hardware.__name__)
     log.disabled = True  # why a card is not found is a fact here
     try:
-        for name, text in machine_facts(options.folder):
+        for name, text in machine_facts():
             say(f"{name:<{NAME_WIDTH}}{text}")
         say("\nconfigs, planned for these devices and the memory that is free now")
         for config in configs:
@@ -69,8 +63,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def machine_facts(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield what this machine has, the disk of `folder` included. What cannot be measured says so."""
+def machine_facts() -> Iterator[tuple[str, str]]:
+    """Yield what this machine has. What cannot be used says so."""
     yield "system", f"{platform.system()} {platform.release()} on {platform.machine()}"
     yield "software", f"Python {sys.version.split()[0]}, torch {torch.__version__}"
     yield "processors", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
@@ -87,13 +81,10 @@ def machine_facts(folder: Path) -> Iterator[tuple[str, str]]:
                 free, whole = map(size_text, kind.free_and_total_bytes(index))
                 yield f"device {index}", f"{kind.card_name(index)}: {free} free of {whole}"
             yield "compiled layers", compiler_text(kind)
-            # One worker for each card: workers that share a card share its link.
-            for index, device in enumerate(found.make_devices()[: kind.count()]):
-                yield f"link {index}", link_text(device)
     except (EngineError, RuntimeError) as error:  # a card in use by others, or a driver that fails
         reason, *_ = str(error).split("\n")
         yield "devices", f"cannot be used: {reason}"
-    yield "disk", f"{size_text(shutil.disk_usage(folder).free)} are free in {folder.absolute()}"
+    yield "disk", f"{size_text(shutil.disk_usage(Path()).free)} are free in {Path().absolute()}"
 
 
 def compiler_text(kind: AcceleratorKind) -> str:
@@ -107,30 +98,6 @@ def compiler_text(kind: AcceleratorKind) -> str:
         reason = str(error).strip().partition("\n")[0]
         return f"a kernel could not be compiled ({type(error).__name__}: {reason}); layers run uncompiled"
     return "Inductor compiled a kernel, which ran"
-
-
-def link_text(device: Device) -> str:
-    """Copy between host and device, one direction at a time, and say the rates."""
-    device.enter_thread()
-    allocator = HostAllocator(device.pins_host_memory)
-    try:
-        host = allocator.allocate(LINK_BYTES, for_devices=True)
-        memory = "page-locked" if allocator.locked_buffers() > 0 else "NOT page-locked"
-        there = device.allocate(LINK_BYTES)
-        rates = []
-        up, down = (Stream.WEIGHT_UPLOAD, there, host), (Stream.GRADIENT_DOWNLOAD, host, there)
-        for stream, to, source in (up, down):
-            device.copy(stream, to, source)  # the first copy is slower
-            begin = device.mark(stream)
-            device.copy(stream, to, source)
-            rates.append(LINK_BYTES / device.mark(stream).seconds_since(begin) / 1e9)
-    except (EngineError, RuntimeError) as error:
-        return f"not measured: {error}"
-    finally:
-        device.finish()
-        device.free()
-        allocator.close()
-    return f"{rates[0]:.2f} GB/s up, {rates[1]:.2f} GB/s down, from and to {memory} host memory"
 
 
 def config_text(path: Path) -> str:

@@ -28,12 +28,10 @@ def main(arguments: list[str]) -> int:
             draw_losses(options.runs, output)
         else:
             write_page(options.runs, output)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         reason: object = error
         if isinstance(error, FileNotFoundError):
             reason = f"{error.filename} is not there; legal: folders of runs that logged a step"
-        elif isinstance(error, ImportError):
-            reason = f"drawing a picture needs matplotlib: pip install matplotlib ({error})"
         print(f"page: {terminal_safe(reason)}", file=sys.stderr)
         return 2
     say(str(output))

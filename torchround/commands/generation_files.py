@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchround.config import Config, TokenizerTable
+from torchround.config import Config
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
-from torchround.data.sequence_stream import CONVERSATIONS
+from torchround.data.loader import reads_conversations
 from torchround.data.text.chat import ChatTemplate
 from torchround.hf.tensor_folder import read_object
 from torchround.untrusted.regular_file import write_whole
@@ -25,30 +25,26 @@ GENERATION_FILE = "generation_config.json"
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def write_generation(
-    folder: Path, content: dict[str, Any], run: Mapping[str, Any], base: Path | None, moved: Path | None
-) -> list[str]:
+def write_generation(folder: Path, content: dict[str, Any], config: Config) -> list[str]:
     """Write `generation_config.json`, and the files of the tokenizer `bytes`; put the special tokens into `content`.
 
-    `content` is that of `config.json`, `run` the run's configuration, `moved` the folder of its tokenizer if it has
-    moved. Returns the names of the files. A tokenizer that is gone is a warning: the weights are exported anyway.
+    `content` is that of `config.json`, `config` the run's. Returns the names of the files. A tokenizer that is gone is a
+    warning: the weights are exported anyway.
     """
-    table = run["tokenizer"]
-    is_base = table.get("name") is None and base is not None
-    keeps_tokens = is_base and (table["path"] is None or Path(table["path"]).expanduser() == base)
+    table, base = config.tokenizer, config.model.hf_path
+    is_base = table.path is None or (base is not None and Path(table.path) == Path(base))
+    keeps_tokens = base is not None and table.name is None and is_base
     ids: dict[str, Any] = {}
     files: dict[str, dict[str, Any]] = {}
     try:
-        path = str(moved or table["path"] or "") or None
-        tokenizer = build_tokenizer(TokenizerTable(**{**table, "path": path}), base)
+        tokenizer = build_tokenizer(table, base)
     except (TokenizerError, MissingTokenizerError) as error:
         logger.warning("the export has no %s of its own: %s", GENERATION_FILE, error)
     else:
-        sources = run.get("data", {}).get("sources", ())
-        ids = token_ids(tokenizer, any(source["content"] in CONVERSATIONS for source in sources))
+        ids = token_ids(tokenizer, reads_conversations(config.data))
         if not keeps_tokens:
             content.update(ids)  # None too: a class may have another default
-        if table.get("name") == "bytes":
+        if table.name == "bytes":
             files = byte_tokenizer_files(tokenizer)
     if settings := generation_content(base, ids, keeps_tokens):
         files[GENERATION_FILE] = settings
@@ -87,13 +83,13 @@ def turn_end_id(tokenizer: Tokenizer) -> int | None:
     return tokenizer.special_id(ends[-1]) if ends else None
 
 
-def generation_content(base: Path | None, ids: Mapping[str, Any], same_tokens: bool) -> dict[str, Any]:
+def generation_content(base: str | None, ids: Mapping[str, Any], same_tokens: bool) -> dict[str, Any]:
     """Return the content of `generation_config.json`: the base's settings, and the ids of special tokens.
 
     `same_tokens`: the run kept the base's tokenizer. The base's own ids then stay, and the ends that training has added
     join them. Otherwise they are ids of another vocabulary. Raises `HFError`.
     """
-    content = _read(base / GENERATION_FILE) if base is not None else {}
+    content = {} if base is None else _read(base, GENERATION_FILE)
     found = {key: value for key, value in ids.items() if value is not None}
     if same_tokens and content:
         ends = _as_list(content.get("eos_token_id"))
@@ -113,18 +109,17 @@ def stop_tokens(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     ends = [tokenizer.eos_id]
     if tokenizer.templates.default is not None and (end := turn_end_id(tokenizer)) is not None:
         ends.append(end)
-    table, path = config.tokenizer, config.model.hf_path
-    # A tokenizer from elsewhere has other ids.
-    if path is not None and table.path in (None, path) and table.name is None:
-        folder = Path(path).expanduser()
-        # The settings of generation come before the model's.
-        settings = [_read(folder / name).get("eos_token_id") for name in (GENERATION_FILE, "config.json")]
+    table, base = config.tokenizer, config.model.hf_path
+    # A tokenizer from elsewhere has other ids. The settings of generation come before the model's.
+    if base is not None and table.path in (None, base) and table.name is None:
+        settings = [_read(base, name).get("eos_token_id") for name in (GENERATION_FILE, "config.json")]
         named = next((found for found in settings if found is not None), None)
         ends += [end for end in _as_list(named) if type(end) is int]
     return tuple(dict.fromkeys(ends))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(folder: str, name: str) -> dict[str, Any]:
+    path = Path(folder).expanduser() / name
     return read_object(path) if path.is_file() else {}
 
 

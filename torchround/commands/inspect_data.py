@@ -4,20 +4,17 @@
 
 Takes the overrides that `train.py` takes. A line is one document of a sequence. Text between « and » is not learnt: none
 of its tokens is a label that counts. No token in a line predicts the line's first token. If a document continues from the
-sequence before, its first token here is the last label there. Long documents are shortened; `--whole` shows all of each,
-with every change between what is learnt and what is not.
+sequence before, its first token here is the last label there. Long documents are shortened unless `--whole` is given.
 """
 
 import argparse
-import heapq
-import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
 
 import torch
 
-from torchround.commands import POSITIVE_COUNT, new_parser
-from torchround.commands.configured_model import MISTAKES, find_tokenizer, model_config
+from torchround.commands import new_parser, positive_integer
+from torchround.commands.configured_model import MISTAKES, end_with_message, find_tokenizer, model_config
 from torchround.config import Config, parse_command_line
 from torchround.data import DataError, Tokenizer, build_loader, num_tokens
 from torchround.data.loader import mix_settings, open_sources
@@ -26,7 +23,7 @@ from torchround.data.sequence_stream import packs_whole_documents, tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 CHARACTERS_SHOWN = 160
-LONGEST = 5  # documents that are shown of each source
+SURVEYED = 1000  # documents
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,12 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--config", required=True, help="the run's TOML file")
-    add("--batches", type=POSITIVE_COUNT, default=1, help="global batches to read (default 1)")
-    add("--sequences", type=POSITIVE_COUNT, default=2, help="sequences of each to print (default 2)")
-    add("--documents", type=POSITIVE_COUNT, default=1000, help="documents to count by source (default 1000)")
+    add("--batches", type=positive_integer, default=1, help="global batches to read (default 1)")
+    add("--sequences", type=positive_integer, default=2, help="sequences of each to print (default 2)")
     add("--whole", action="store_true", help="print all of each document, not shortened")
     options, overrides = parser.parse_known_args(arguments)
-    try:
+
+    def inspect() -> int:
         parsed = parse_command_line(["--config", options.config, *overrides])
         tokenizer = find_tokenizer(parsed)
         vocab_size = tokenizer.vocab_size
@@ -47,11 +44,10 @@ def main(arguments: Sequence[str]) -> int:
         if any(source.content == "tokens" for source in parsed.config.data.sources):
             vocab_size = model_config(parsed, tokenizer.vocab_size)[1].vocab_size
         print_batches(parsed.config, tokenizer, vocab_size, options)
-        print_survey(parsed.config, tokenizer, vocab_size, options.documents)
-    except (*MISTAKES, DataError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        print_survey(parsed.config, tokenizer, vocab_size)
+        return 0
+
+    return end_with_message(inspect, (*MISTAKES, DataError))
 
 
 def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options: argparse.Namespace) -> None:
@@ -79,8 +75,9 @@ def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options
         f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
     )
     if packs_whole_documents(config.data):
-        long = loader.num_long_documents()
-        print(f"--- {long} documents longer than a sequence: {config.data.long_documents}")
+        print(
+            f"--- {loader.num_long_documents()} documents longer than a sequence: {config.data.long_documents}"
+        )
 
 
 def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer, most_characters: int | None) -> None:
@@ -100,41 +97,33 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
     """
     # No label tells whether the first token is learnt, so it counts as not learnt.
     ignored = [True, *(labels == IGNORED_LABEL).tolist()[:-1]]
-    changes = [index for index in range(1, len(ignored)) if ignored[index] != ignored[index - 1]]
-    edges = [0, *changes, len(ignored)]
-    runs = [(tokens[start:end].tolist(), ignored[start]) for start, end in pairwise(edges)]
-    # An id of the model that the tokenizer does not know is shown as a number.
-    texts = [(tokenizer.decode(run), masked) for run, masked in runs]
-    return "".join(f"«{text}»" if masked else text for text, masked in texts)
+    text = ""
+    for masked, run in groupby(zip(tokens.tolist(), ignored, strict=True), key=lambda pair: pair[1]):
+        # An id of the model that the tokenizer does not know is shown as a number.
+        shown = tokenizer.decode([token for token, _ in run])
+        text += f"«{shown}»" if masked else shown
+    return text
 
 
-def print_survey(config: Config, tokenizer: Tokenizer, vocab_size: int, max_documents: int) -> None:
-    """Print documents and tokens by source, the longest documents, and the bad records by file and line.
+def print_survey(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Print documents and tokens by source, and the bad records by file and line.
 
-    It reads the first `max_documents` documents in the order of training, at most one pass over each source. Bad records
-    are skipped, even if `data.on_bad_record` is `stop`.
+    It reads the first `SURVEYED` documents in the order of training, at most one pass over each source. Bad records are
+    skipped, even if `data.on_bad_record` is `stop`.
     """
     # One epoch: without a limit the mix never ends. One bad record must not hide the others.
     data = config.data.model_copy(update={"epochs": 1, "on_bad_record": "skip", "max_bad_fraction": 1.0})
     sources = open_sources(data, tokenizer, vocab_size)
     reader = Reader(sources, mix_settings(data, sources, config.run.seed))
     reader.reset()
-    # By source, the tokens and the place of each document.
-    found: list[list[tuple[int, str]]] = [[] for _ in sources]
-    tokens = 0  # in the pieces of the document so far; a long document comes in several
-    for piece in reader:
-        tokens += len(tokenise(tokenizer, piece).tokens)
-        if piece.last:
-            found[piece.source].append((tokens, str(piece.document)))
-            tokens = 0
-            if sum(map(len, found)) == max_documents:
-                break
-    sums = [sum(tokens for tokens, _ in documents) for documents in found]
-    for source, documents, own in zip(sources, found, sums, strict=True):
-        share = own / max(1, sum(sums))
-        print(f"--- {source.name}: {len(documents)} documents, {own} tokens ({share:.1%})")
-        for tokens, document in heapq.nlargest(LONGEST, documents):
-            print(f"{tokens:12} tokens  {document}")
+    documents, tokens = [0] * len(sources), [0] * len(sources)
+    for piece in reader:  # a long document comes in several
+        tokens[piece.source] += len(tokenise(tokenizer, piece).tokens)
+        documents[piece.source] += piece.last
+        if sum(documents) == SURVEYED:
+            break
+    for source, count, own in zip(sources, documents, tokens, strict=True):
+        print(f"--- {source.name}: {count} documents, {own} tokens ({own / max(1, sum(tokens)):.1%})")
     print(f"--- {sum(progress['bad'] for progress in reader.get_state()['sources'])} bad records")
     for record in reader.bad_records:
         print(f"     {record}")

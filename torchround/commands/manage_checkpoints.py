@@ -11,7 +11,6 @@ Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an argument cannot be used.
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpoi
 from torchround.checkpoint.folders import is_checkpoint_name
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError, new_parser
+from torchround.commands.configured_model import end_with_message
 from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
 from torchround.run.validation import kept_losses
@@ -31,56 +31,47 @@ def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     parser = new_parser(__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, does in (("list", "list checkpoints and leftovers"), ("verify", "compare every checksum")):
-        command = commands.add_parser(name, help=does)
-        command.add_argument("folder", type=Path, help="a run's folder, or its checkpoints")
+    parser.add_argument("command", choices=("list", "verify"))
+    parser.add_argument("folder", type=Path, help="a run's folder, or its checkpoints")
     options = parser.parse_args(arguments)
-    try:
-        return {"list": list_all, "verify": verify}[options.command](options.folder)
-    except (CommandError, CheckpointError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    work = {"list": list_all, "verify": verify}[options.command]
+    return end_with_message(lambda: work(options.folder), (CommandError, CheckpointError, OSError))
 
 
 def list_all(folder: Path) -> int:
-    """Print a table of the checkpoints and leftovers in the folder.
+    """Print a table of the checkpoints by rising step, then of leftovers of killed saves.
 
     Tensors are not read, so `complete` says that all files have their sizes, not that they are sound.
     """
     checkpointer = Checkpointer(checkpoints_of(folder))
-    losses = {checkpointer.checkpoints()[step]: loss for step, loss in kept_losses(checkpointer).items()}
-    best = min(losses, key=losses.__getitem__, default=None)
+    there, losses = checkpointer.checkpoints(), kept_losses(checkpointer)
     rows, any_damaged = [["folder", "size", "written", "validation loss", "condition"]], False
-    for path, condition in conditions(checkpointer):
-        with suppress(FileNotFoundError):  # a running process has deleted it meanwhile
-            if path.is_symlink():
-                condition += f", a link to {path.readlink()}"
-            is_there = path.is_dir()  # not so for a link to a disk that is not there
-            size_bytes = sum(file.lstat().st_size for file in path.iterdir()) if is_there else 0
-            written = time.localtime((path.stat() if is_there else path.lstat()).st_mtime)
-            loss = f"{losses[path]:.4f}{', the best' * (path == best)}" if path in losses else ""
-            size, day = size_text(size_bytes), time.strftime("%Y-%m-%d %H:%M", written)
-            rows.append([path.name, size, day, loss, terminal_safe(condition)])
-            any_damaged |= condition.startswith("damaged")
+    for step, path in there.items():
+        condition = "complete"
+        try:
+            read_state(path, read_manifest(path, step))
+        except CheckpointError as error:
+            is_foreign = isinstance(error, ForeignCheckpointError)
+            reason = str(error).removeprefix(f"checkpoint {path}: ")  # the row names the path already
+            condition = reason if is_foreign else f"damaged: {reason}"
+            any_damaged |= not is_foreign
+        best = ", the best" if losses and step == min(losses, key=losses.__getitem__) else ""
+        loss = f"{losses[step]:.4f}{best}" if step in losses else ""
+        rows.append(_row(path, loss, condition))
+    for path in checkpointer.leftovers():
+        is_new = path.suffix == ".tmp"
+        condition = "being written, or left by a killed save" if is_new else "being deleted"
+        rows.append(_row(path, "", condition))
     print(text_table(rows, num_names=5))
     return int(any_damaged)
 
 
-def conditions(checkpointer: Checkpointer) -> Iterator[tuple[Path, str]]:
-    """Yield each folder and its condition: checkpoints by rising step, then leftovers of killed saves."""
-    for step, path in checkpointer.checkpoints().items():
-        condition, prefix = "complete", f"checkpoint {path}: "  # the row names the path already
-        try:
-            read_state(path, read_manifest(path, step))
-        except ForeignCheckpointError as error:
-            condition = str(error).removeprefix(prefix)
-        except CheckpointError as error:
-            condition = f"damaged: {str(error).removeprefix(prefix)}"
-        yield path, condition
-    for path in checkpointer.leftovers():
-        is_new = path.suffix == ".tmp"
-        yield path, "being written, or left by a killed save" if is_new else "being deleted"
+def _row(path: Path, loss: str, condition: str) -> list[str]:
+    size, written = "", ""
+    with suppress(OSError):  # a running process has deleted it meanwhile, or it is a link to nothing
+        size = size_text(sum(file.lstat().st_size for file in path.iterdir()))
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    return [path.name, size, written, loss, terminal_safe(condition)]
 
 
 def verify(folder: Path) -> int:
@@ -91,26 +82,20 @@ def verify(folder: Path) -> int:
         paths = list(Checkpointer(checkpoints_of(folder)).checkpoints().values())
     if not paths:
         raise CommandError(f"{folder}: there are no checkpoints")
-    num_there = num_sound = 0
+    num_damaged = 0
     for path in paths:
-        fault = fault_of(path)
-        if fault is not None and path != folder and not path.exists():
-            print(f"checkpoint {path}: deleted meanwhile, as a run does with old ones")
-            continue
-        print(fault or f"checkpoint {path}: sound", file=sys.stderr if fault else sys.stdout)
-        num_there, num_sound = num_there + 1, num_sound + (fault is None)
-    print(f"{num_sound} of {num_there} are sound")
-    return int(num_sound < num_there)
-
-
-def fault_of(path: Path) -> CheckpointError | None:
-    """Read every byte, and return what is not as it was written."""
-    try:
-        total = sum(record.size_bytes for record in read_manifest(path).files.values())
-        verify_checkpoint(path, Progress(f"reading {path}", total, size_text).advance)
-    except CheckpointError as error:
-        return error
-    return None
+        try:
+            total = sum(record.size_bytes for record in read_manifest(path).files.values())
+            verify_checkpoint(path, Progress(f"reading {path}", total, size_text).advance)
+            print(f"checkpoint {path}: sound")
+        except CheckpointError as error:
+            if path != folder and not path.exists():
+                print(f"checkpoint {path}: deleted meanwhile, as a run does with old ones")
+                continue
+            print(error, file=sys.stderr)
+            num_damaged += 1
+    print(f"{num_damaged} are damaged" if num_damaged else "all are sound")
+    return int(num_damaged > 0)
 
 
 def checkpoints_of(folder: Path) -> Path:

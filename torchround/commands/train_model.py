@@ -8,9 +8,6 @@ after saving. The machines of one run end with the same code, except that 1 may 
 
 import logging
 import os
-import signal
-import sys
-import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -27,35 +24,36 @@ from torchround.checkpoint import (
 from torchround.commands import configured_model
 from torchround.commands.configured_model import (
     build_model,
+    end_with_message,
     find_tokenizer,
     find_weights,
     model_config,
 )
-from torchround.commands.export_hf import Export, export, own_paths
+from torchround.commands.export_hf import export
 from torchround.commands.generation_files import stop_tokens
 from torchround.commands.plan_run import (
-    configured_question,
-    dry_run_hardware,
     exchange_text,
     plan_with_advice,
+    planned_hardware,
+    planned_machines,
     question_of,
     show_plan,
 )
 from torchround.commands.try_model import prompts_of
-from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
+from torchround.config import Config, Options, parse_command_line, to_toml
 from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader, reading_order
 from torchround.data.loader import Loader, reads_conversations
-from torchround.engine.errors import EngineError, PipelineError
+from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.group import LaunchError, MachineError
 from torchround.observe import users_writer
 from torchround.planning.memory import size_text
-from torchround.planning.plan_report import gain_text, gains, host_memory, report_plan
+from torchround.planning.plan_report import host_memory, report_plan
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
-from torchround.run.hardware import find_hardware
+from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import (
     given_folder,
@@ -65,15 +63,10 @@ from torchround.run.resume import (
     resumed_stale_layers,
 )
 from torchround.run.run_folder import RunError, RunFolder, disk_need
-from torchround.run.several_machines import (
-    RunMachines,
-    is_first_process,
-    joined_machines,
-    quiet_unless_first,
-)
+from torchround.run.several_machines import RunMachines, is_first_process, joined_machines, quiet_unless_first
 from torchround.run.validation import RunSamples, best_of, kept_losses
 from torchround.trainer import Trainer
-from torchround.untrusted.terminal import Progress, escape_unprintable, say
+from torchround.untrusted.terminal import Progress, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
 # traceback.
@@ -84,22 +77,7 @@ FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        return run(arguments)
-    except MISTAKES as error:
-        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
-        return 2
-    except FAULTS as error:
-        # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
-        # An error on another machine has no traceback here.
-        is_here = not isinstance(error.__cause__, MachineError | None)
-        if isinstance(error, PipelineError) and is_here:
-            traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted before the first step", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return end_with_message(lambda: run(arguments), MISTAKES, FAULTS)
 
 
 def run(arguments: list[str]) -> int:
@@ -137,10 +115,12 @@ def train(options: Options, machines: RunMachines) -> int:
         return exit_code
 
 
-def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> RunParts:
+def build(
+    options: Options, machines: RunMachines, planned: PlannedMachines, hardware: Hardware | None = None
+) -> RunParts:
     """Build the parts of the run and check them against each other. Nothing large is allocated.
 
-    `planned` is what the planner knows of `machines`.
+    `planned` is what the planner knows of `machines`. `hardware` is this machine's if it is not given.
     """
     config = options.config
     if config.engine.cpu_threads is not None:
@@ -150,7 +130,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    hardware = find_hardware(config.engine, machines.host_share)
+    hardware = hardware or find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
@@ -163,8 +143,8 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     samples, table = RunSamples(), config.validation
     if table.prompts:
         # A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
-        with_chat = reads_conversations(config.data)
-        prompts = prompts_of(table.prompts, tokenizer, with_chat, "validation.prompts")
+        chats = reads_conversations(config.data)
+        prompts = prompts_of(table.prompts, tokenizer, chats, "validation.prompts")
         samples = RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
     return RunParts(
         config=config,
@@ -184,11 +164,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
 
 
 def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
-    """Return the steps that `data.epochs` makes, so that the learning rate reaches its end with the data.
-
-    Packing depends on the length of every document, so what is left of the data is read once. Raises `ConfigError` if it
-    cannot be, or if the warm-up takes all steps.
-    """
+    """Count the steps of `data.epochs`, for the learning rate. Raises `ConfigError`, also if the warm-up takes all steps."""
     config = options.config
     try:
         steps = count_steps(config, loader, folder)
@@ -199,8 +175,8 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
         config.lr_schedule.warmup_steps,
     )
     if warmup >= steps:
-        legal = f"legal: at most {steps - 1}"
-        raise options.error("lr_schedule.warmup_steps", f"given {warmup}, and {text}; {legal}")
+        given = f"given {warmup}, and {text}; legal: at most {steps - 1}"
+        raise options.error("lr_schedule.warmup_steps", given)
     say(f"steps    {text}")
     return steps
 
@@ -208,7 +184,8 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
 def count_steps(config: Config, loader: Loader, folder: RunFolder) -> int:
     """Count the steps done and the batches that are left, so that a resumed run may have another batch size.
 
-    `loader` is at the start of the data before and after. Raises `DataError`.
+    Packing depends on the length of every document, so what is left of the data is read once. `loader` is at the start of
+    the data before and after. Raises `DataError`.
     """
     beginning = loader.state_dict()
     _, done, state = next(resumable(config, folder.checkpointer()), (None, 0, {}))
@@ -258,35 +235,23 @@ def check_start(options: Options, machines: RunMachines) -> None:
 
 
 def dry_run(options: Options) -> int:
-    """Print the run's plan with all that it needs, or what would make it fit; with `--print-config` the config too."""
+    """Print the run's plan with all that it needs; with `print_config` the config too. Raises the errors of `build`.
+
+    The plan is for the machines that the config names, otherwise for this one.
+    """
     config = options.config
     if options.print_config:
         print(to_toml(config))
-    tokenizer = None
-    try:
-        tokenizer = find_tokenizer(options)
-    except ConfigError as missing:
-        say(
-            f"{missing}\nthe run needs it; planned without, for the model's vocabulary and no look at the data"
-        )
-    vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    # The headers of the pretrained files too, so that a dry run refuses what the run would refuse.
-    find_weights(options, build_model(options, vocab_size, warns=False))
-    machine, folder = dry_run_hardware(config), RunFolder(config.run)
-    question = configured_question(options, vocab_size, machine)
-    if tokenizer is not None:
-        # Finds the mistakes that only show when the data is looked at.
-        build_loaders(options, tokenizer)
-        if config.training.steps is None:
-            say(f"steps    of data.epochs = {config.data.epochs}, counted when the run starts")
-    answer = report_plan(with_kept_choices(question, config, folder))
-    show_plan(machine, answer)
-    stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers
-    need = disk_need(config, folder, replace(question, stale_layers=stale_layers))
+    named = None if config.machines.card is None else planned_hardware(options)
+    parts = build(options, RunMachines(), planned_machines(config.machines), named)
+    if named is not None:
+        say("planned for the machine that the config names (--machines.card none: for this one)")
+    show_plan(parts.hardware, report_plan(parts.question))
+    need = disk_need(parts.config, parts.folder, parts.question)
     say(f"disk: {need.text()}")
-    if config.machines.card is None:  # the disk of another machine is not known
+    if named is None:  # the disk of another machine is not known
         need.require_one()
-    return 0 if answer.plan is not None else 2
+    return 0
 
 
 def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:
@@ -297,11 +262,8 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
     checkpointer, kept = folder.checkpointer(), folder.kept_plan()
     if kept is not None and checkpointer.latest_step() is None:
         # The first start ended before its first checkpoint, and its settings may have been edited since.
-        is_same_run = (kept.update, kept.partition.num_layers) == (
-            question.update,
-            len(question.costs().layers),
-        )
-        kept = kept if is_same_run else None
+        same = kept.update == question.update and kept.partition.num_layers == len(question.costs().layers)
+        kept = kept if same else None
     if question.update == "bounded":
         stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)
         if stale_layers is None and kept is not None and kept.update == "bounded":
@@ -315,31 +277,26 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
 
 def description(parts: RunParts) -> str:
     """Describe the run for its user: what is trained, on what, with how much memory."""
-    table, training = parts.config.model, parts.config.training
+    config, machines, host = parts.config, parts.machines, host_memory(parts.question, parts.plan)
+    table, training = config.model, config.training
     name = table.flavor or table.hf_path or "of its own shape"
     if table.flavor and table.shape:
         name = f"{name} with other sizes"
     total, trained = num_parameters(parts.model)
     of_them = f" ({trained:,} of them trained)" if trained < total else ""
     size = f"{total:,} parameters{of_them} in {len(parts.model.layers)} layers"
-    sources = ", ".join(source.path for source in parts.config.data.sources)
-    batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
-    machines, host = parts.machines, host_memory(parts.question, parts.plan)
+    sources = ", ".join(source.path for source in config.data.sources)
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
-        f"data     {sources}: {batch}",
+        f"data     {sources}: {training.global_batch_size} sequences of {training.seq_len} tokens per step",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {size_text(host.total_bytes)} ({host.text()})",
-        f"disk     {disk_need(parts.config, parts.folder, parts.question).text()}",
+        f"disk     {disk_need(config, parts.folder, parts.question).text()}",
     ]
     if machines.group is not None:
-        lines.insert(2, f"machines {machines.size}: {', '.join(machines.names)}")
-        lines.insert(3, f"network  {exchange_text(parts.question, parts.plan)}")
-    # A run that continues keeps its rounds, and would have other losses with others.
-    is_new = parts.folder.checkpointer().latest_step() is None
-    if is_new and (found := gains(parts.question, parts.plan, every=False)):
-        lines.append(f"faster   {gain_text(parts.question, *max(found.items(), key=lambda gain: gain[1]))}")
-    if parts.config.lora.map_base:
+        lines.append(f"machines {machines.size}: {', '.join(machines.names)}")
+        lines.append(f"network  {exchange_text(parts.question, parts.plan)}")
+    if config.lora.map_base:
         mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
         lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")
     return "\n".join(lines)
@@ -365,8 +322,7 @@ def export_result(folder: RunFolder, config: Config) -> None:
     if output.exists():
         return  # a complete run that is started again has exported already
     try:
-        is_adapters = config.checkpoint.export == "adapters"
-        say(export(Export(checkpoint, output, adapters=is_adapters, **own_paths(config))))
+        say(export(checkpoint, output, config, adapters=config.checkpoint.export == "adapters"))
     except OSError as error:
         raise HFError(
             f"{output} could not be written: {error}; {checkpoint} is whole, and torchround export_hf exports it"

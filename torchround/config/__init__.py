@@ -1,18 +1,17 @@
 """The configuration of a run: one table per component, loading, overrides, messages."""
 
-from torchround.config.command_line import Options, parse_command_line
-from torchround.config.config import Config, EngineTable, PlanTable
 from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
-from torchround.config.load import load_config, to_toml, users_module
+from torchround.config.load import Options, load_config, parse_command_line, to_toml, users_module
 from torchround.config.optimizer_tables import AdamWTable, OptimizerTable
 from torchround.config.tables import (
-    CheckpointTable,
+    Config,
+    EngineTable,
     LoraTable,
     LRScheduleTable,
     MachinesTable,
     MetricsTable,
-    ModelTable,
+    PlanTable,
     RunTable,
     TraceTable,
     TrainingTable,
@@ -22,7 +21,6 @@ from torchround.config.tables import (
 __all__ = [
     "MODEL_FOLDER",
     "AdamWTable",
-    "CheckpointTable",
     "Config",
     "ConfigError",
     "DataTable",
@@ -31,7 +29,6 @@ __all__ = [
     "LoraTable",
     "MachinesTable",
     "MetricsTable",
-    "ModelTable",
     "OptimizerTable",
     "Options",
     "PlanTable",

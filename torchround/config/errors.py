@@ -15,10 +15,7 @@ COMMAND_LINE = "command line"
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run. `train.py` prints the text and ends with exit code 2.
-
-    Each of `mistakes` is a line made by `mistake`.
-    """
+    """A configuration that cannot be run. `train.py` prints the text and ends with exit code 2."""
 
     def __init__(self, mistakes: Iterable[str]) -> None:
         lines = tuple(mistakes)
@@ -27,12 +24,7 @@ class ConfigError(ValueError):
 
 
 def mistake(source: str, key: str, message: str) -> str:
-    """Write one mistake as a line.
-
-    `source` is the TOML file as the user would find it, or `COMMAND_LINE`. `key` is dotted, such as
-    `training.steps`, and empty if the whole file is at fault. `message` says what was given, what is legal, and the
-    nearest known name if there is one.
-    """
+    """Write one mistake as a line: the file or `COMMAND_LINE`, the dotted key (empty for a whole file), what is legal."""
     return ": ".join(part for part in (source, key, message) if part)
 
 

@@ -1,9 +1,8 @@
 """The base class of every table, and the types of keys. The docstring under a key is its documentation."""
 
-import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 UNSET = "none"
 """The value that clears an optional key which a base file set: `--model.flavor none`."""
@@ -20,17 +19,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 
 
-def matching(pattern: str, words: str) -> AfterValidator:
-    """Return a check of a string, whose message has `words` in place of the pattern."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"use {words}")
-        return text
-
-    return AfterValidator(check)
-
-
 class Table(BaseModel):
     """Base class of every table: strict types, no unknown keys, frozen.
 
@@ -38,12 +26,7 @@ class Table(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        validate_default=True,
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     @model_validator(mode="before")
@@ -51,22 +34,15 @@ class Table(BaseModel):
     def _drop_unset(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if not cls._is_cleared(key, value)}
-
-    @classmethod
-    def _is_cleared(cls, key: str, value: Any) -> bool:
-        field = cls.model_fields.get(key)
-        return value == UNSET and field is not None and not field.is_required() and field.default is None
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+        optional = {key for key, info in cls.model_fields.items() if info.default is None}
+        return {key: value for key, value in data.items() if value != UNSET or key not in optional}
 
 
 Item = TypeVar("Item")
+_from_array = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
-Many = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple)]
+Many = Annotated[tuple[Item, ...], _from_array]
 """A TOML array of any length."""
 
-Pair = Annotated[tuple[Item, Item], BeforeValidator(_as_tuple)]
+Pair = Annotated[tuple[Item, Item], _from_array]
 """A TOML array of two."""

@@ -1,30 +1,39 @@
-"""Loads a configuration: a TOML file, the files it is based on, and overrides from the command line.
+"""Loads a configuration: the command line, a TOML file, the files it is based on, and overrides.
 
 `base = "other.toml"` at the top of a file takes that file's keys. The base is looked up beside the file itself and then
 in `configs/`. A key that the file gives replaces the base's whole value, including arrays and inline tables. `run.name`
 is not taken from a base, so that two files never share a run's folder by accident. Overrides come last.
 """
 
+import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from torchround.config.config import Config
-from torchround.config.errors import COMMAND_LINE, config_error, show
-from torchround.config.validate import RawConfig, validate
+from torchround.config.errors import COMMAND_LINE, ConfigError, config_error, nearest, show
+from torchround.config.tables import Config
+from torchround.config.validate import RawConfig, all_keys, validate
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-BASE = "base"
-"""Key at the top of a file that names the file it is based on."""
+USAGE = """\
+usage: python train.py --config NAME.toml [--table.key VALUE ...]
+
+  --config NAME.toml   the run; looked up as given, then in configs/
+  --table.key VALUE    any key of a config, for example --training.steps 20; VALUE is TOML, a bare word is a string
+  --print-config       print the resolved configuration as TOML, then stop
+  --dry-run            print the plan and the memory it needs, then stop (--print-config: and the configuration)
+  --help               print this text; `python -m torchround.config` prints every key
+"""
 
 MOST_BASES = 20
 MOST_BYTES = 2**18
@@ -33,8 +42,52 @@ MOST_BYTES = 2**18
 MOST_DOTS = 500
 """Legal dots in a line: TOML's parser keeps every beginning of a dotted key, so memory grows with the square of its length."""
 
-Override = tuple[tuple[str, ...], Any]
-"""A key path of a table and at least one key, and its value."""
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line."""
+
+    config: Config
+    raw: RawConfig
+    """The tables before they were checked, for the source of each key in a message."""
+
+    print_config: bool = False
+    """Print the resolved config as TOML, then stop."""
+
+    dry_run: bool = False
+    """Print the plan and the memory it needs, then stop; with `print_config` the resolved config first."""
+
+    def error(self, key: str, message: str) -> ConfigError:
+        """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""
+        return config_error(self.raw.source_of(key), key, message)
+
+    def unknown_name(self, key: str, given: str, known: Iterable[str]) -> ConfigError:
+        """Make the error of a name that is not among the known ones."""
+        legal = " or ".join(map(show, sorted(known)))
+        return self.error(key, f"given {show(given)}; legal: {legal}{nearest(given, known)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise config_error(COMMAND_LINE, "", message)
+
+
+def parse_command_line(arguments: Sequence[str]) -> Options:
+    """Parse `sys.argv[1:]`. Raises `ConfigError`. `--help` prints the usage and exits with code 0."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    for switch in (("--print-config",), ("--dry-run",), ("--help", "-h")):
+        parser.add_argument(*switch, action="store_true")
+    options, rest = parser.parse_known_args(arguments)
+    if options.help:
+        print(USAGE)
+        raise SystemExit(0)
+    overrides = list(parse_overrides(rest))
+    if len(options.config) != 1:
+        given = f"{len(options.config)} configurations are given" if options.config else "no configuration"
+        raise config_error(COMMAND_LINE, "", f"{given}; write --config NAME.toml once")
+    checked = with_overrides(read_config(options.config[0]), overrides)
+    return replace(checked, print_config=options.print_config, dry_run=options.dry_run)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -43,7 +96,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     `overrides` are written as on the command line: `["--training.steps", "20", "--engine.update=sync"]`.
     `find_config` looks `path` up. Raises `ConfigError` with every mistake.
     """
-    return validate(read_config(path, overrides))
+    return with_overrides(read_config(path), parse_overrides(overrides)).config
 
 
 def to_toml(config: Config) -> str:
@@ -60,7 +113,17 @@ def users_module(name: str) -> ModuleType:
     return import_module(name)
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
+# Files.
+
+
+def with_overrides(raw: RawConfig, overrides: Iterable[tuple[str, Any]]) -> Options:
+    """Put the values of dotted keys into the tables, and check them. Raises `ConfigError` with every mistake."""
+    for key, value in overrides:
+        _apply_override(raw, key, value)
+    return Options(validate(raw), raw)
+
+
+def read_config(path: str | Path) -> RawConfig:
     """Read and merge the tables without checking them, with the source of each key."""
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
@@ -69,68 +132,49 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-") or "run")
-    for key_path, value in parse_overrides(overrides):
-        apply_override(raw, key_path, value)
     return raw
 
 
-def find_config(path: str | Path) -> Path:
-    """Find the file as given, otherwise in `configs/` of the working directory, otherwise in the clone's `configs/`."""
-    found, looked_up = _look_up(Path(path), path)
-    if found is None:
-        raise config_error(str(path), "", f"no such file; looked for {looked_up}")
-    return found
+def find_config(name: str | Path, named_by: Path | None = None) -> Path:
+    """Find the file as given, otherwise in `configs/` of the working directory, otherwise in the clone's `configs/`.
 
-
-def _look_up(first: Path, name: str | Path) -> tuple[Path | None, str]:
-    """Try `first`, then `name` in each `configs/`. Returns the file, and every path tried as a text."""
-    repository = Path(__file__).parents[2]
-    candidates = [first, Path("configs") / name, repository / "configs" / name]
-    if first.name and not first.suffix:
-        candidates += [candidate.with_name(f"{candidate.name}.toml") for candidate in candidates]
-    found = next((candidate for candidate in candidates if candidate.is_file()), None)
-    return found, ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))
+    A base is looked up beside the file that it is `named_by` instead of in the working directory.
+    """
+    folder = named_by.parent if named_by else Path()
+    tried = [each / name for each in (folder, Path("configs"), Path(__file__).parents[2] / "configs")]
+    for file in tried:
+        if file.is_file():
+            return file
+    looked = f"no such file; looked for {', '.join(dict.fromkeys(map(str, tried)))}"
+    if named_by:
+        raise config_error(str(named_by), "base", f"given {show(str(name))}: {looked}")
+    raise config_error(str(name), "", looked)
 
 
 def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
-    """Merge the file's base, then the file. `chain` holds the files that led here, for messages about cycles."""
-    data = _read_toml(file)
-    if BASE in data:
-        _merge_file(raw, _base_file(file, data.pop(BASE), [*chain, file]), [*chain, file])
-    # A file with a chain is a base.
-    if chain and isinstance(data.get("run"), dict):
+    """Merge the file's base, then the file. `chain` holds the files that led here."""
+    data, chain = _read_toml(file), [*chain, file]
+    if (base := data.pop("base", None)) is not None:
+        if not isinstance(base, str):
+            raise config_error(str(file), "base", f"given {show(base)}; legal: the path of a TOML file")
+        if len(chain) > MOST_BASES:
+            path = " -> ".join(map(str, chain[-4:]))
+            raise config_error(str(file), "base", f"more than {MOST_BASES} files in a chain: .. -> {path}")
+        _merge_file(raw, find_config(base, file), chain)
+    is_base = len(chain) > 1
+    if is_base and isinstance(data.get("run"), dict):
         data["run"].pop("name", None)
     for name, table in data.items():
         raw.sources[name] = str(file)
         merged = raw.tables.get(name)
         # A table that is no table at all is kept as given: `validate` says what is wrong with it.
-        if not (isinstance(table, dict) and isinstance(merged, dict)):
-            raw.tables[name] = table
-        else:
-            merged.update(table)
         if isinstance(table, dict):
             raw.sources.update({f"{name}.{key}": str(file) for key in table})
-
-
-def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
-    given = f"given {show(base)}"
-    if not isinstance(base, str):
-        raise config_error(str(file), BASE, f"{given}; legal: a string, the path of a TOML file")
-    if len(chain) > MOST_BASES:
-        raise config_error(str(file), BASE, f"{given}; legal: a chain of at most {MOST_BASES} files")
-    found, looked_up = _look_up(file.parent / base, base)
-    if found is None:
-        raise config_error(str(file), BASE, f"{given}, but there is no such file; looked for {looked_up}")
-    if found.resolve() in [link.resolve() for link in chain]:
-        path = " -> ".join(str(link) for link in [*chain, found])
-        raise config_error(str(file), BASE, f"{given}, which is based on this file: {path}")
-    return found
+            table = {**merged, **table} if isinstance(merged, dict) else table
+        raw.tables[name] = table
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
-    if file.suffix in (".yaml", ".yml", ".json"):
-        text = f"a config is TOML, not {file.suffix[1:].upper()}; write key = value"
-        raise config_error(str(file), "", text)
     try:
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
@@ -139,35 +183,17 @@ def _read_toml(file: Path) -> dict[str, Any]:
         if any(line.count(b".") > MOST_DOTS for line in content.splitlines()):
             raise ValueError(f"a line with over {MOST_DOTS} dots (an array may take several lines)")
         return tomllib.loads(content.decode())
-    except UnicodeDecodeError as error:
-        raise config_error(str(file), "", f"not UTF-8 text: byte {error.start} is {error.reason}") from None
-    except OSError as error:
-        raise config_error(str(file), "", f"cannot be read: {error.strerror}") from None
-    except RecursionError:
-        raise config_error(str(file), "", "not valid TOML: nested too deeply") from None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         quotes = "; a string needs quotes" if str(error).startswith("Invalid value") else ""
         raise config_error(str(file), "", f"not valid TOML: {error}{quotes}") from None
-
-
-def apply_override(raw: RawConfig, key_path: tuple[str, ...], value: Any) -> None:
-    """Put the value of a key path from the command line into the tables."""
-    target = raw.tables
-    for length, part in enumerate(key_path[:-1], start=1):
-        # A value that is no table gives way to one: `--engine.plan.fused 2` replaces the path of a plan.
-        inner = target.get(part)
-        target[part] = target = inner if isinstance(inner, dict) else {}
-        raw.sources.setdefault(".".join(key_path[:length]), COMMAND_LINE)
-    target[key_path[-1]] = value
-    raw.sources[".".join(key_path)] = COMMAND_LINE
 
 
 # Overrides: `--table.key value` and `--table.key=value`. A value is read as TOML (`20`, `true`, `[1, 2]`,
 # `'[{path = "x"}]'`); a bare word that is not TOML is a string.
 
 
-def parse_overrides(arguments: Sequence[str]) -> Iterator[Override]:
-    """Parse arguments into key paths and values.
+def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Parse arguments into dotted keys and values.
 
     Raises `ConfigError` for an argument that is not an override, has no value, or holds broken TOML.
     """
@@ -177,15 +203,19 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[Override]:
         # An argument that begins with `--` is a value only after `=`.
         if not has_value and rest and not rest[0].startswith("--"):
             has_value, value = "=", rest.pop(0)
-        path = tuple(flag.removeprefix("--").split("."))
-        if not flag.startswith("--") or len(path) < 2 or not all(path):
-            raise config_error(COMMAND_LINE, "", f"given {flag}; a key is written --table.key VALUE")
+        key = flag.removeprefix("--")
+        if not flag.startswith("--") or "." not in key or not all(key.split(".")):
+            known = [f"--{table}.{name}" for table, names in all_keys().items() for name in names]
+            same = [each for each in known if each.endswith(f".{key.rpartition('.')[2]}")]
+            hint = f"; nearest: {', '.join(same)}" if same else nearest(flag, ["--config", *known])
+            legal = "legal: --config NAME.toml, --print-config, --dry-run, --help, --table.key VALUE"
+            raise config_error(COMMAND_LINE, "", f"unexpected argument {flag}; {legal}{hint}")
         if not has_value:
-            raise config_error(COMMAND_LINE, flag.removeprefix("--"), f"no value; write {flag} VALUE")
-        yield path, parse_value(flag.removeprefix("--"), value)
+            raise config_error(COMMAND_LINE, key, f"no value; write {flag} VALUE")
+        yield key, _parse_value(key, value)
 
 
-def parse_value(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     """Read the text as a TOML value, otherwise as a string. Broken arrays, tables and quoted strings are refused."""
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -195,3 +225,14 @@ def parse_value(key: str, text: str) -> Any:
         return text
     # A line break in the text could add keys beside the value, or even a table.
     return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _apply_override(raw: RawConfig, key: str, value: Any) -> None:
+    parts, target = key.split("."), raw.tables
+    for length, part in enumerate(parts[:-1], start=1):
+        # A value that is no table gives way to one: `--engine.plan.fused 2` replaces the path of a plan.
+        inner = target.get(part)
+        target[part] = target = inner if isinstance(inner, dict) else {}
+        raw.sources.setdefault(".".join(parts[:length]), COMMAND_LINE)
+    target[parts[-1]] = value
+    raw.sources[key] = COMMAND_LINE

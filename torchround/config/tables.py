@@ -1,16 +1,13 @@
-"""The tables of a run: what is trained, for how long, and what is kept of it.
+"""`Config`, a whole run, and its tables: one for each component, which takes its own and never the whole.
 
-The tables of its data are in `data_tables.py`, the engine's is in `config.py`.
-
-Each key's docstring says its meaning, unit, legal range and cost. Types and ranges are checked when a config loads.
-Paths are relative to the working directory.
+Each key's docstring says its meaning, unit and cost. Paths are relative to the working directory.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchround.config.data_tables import SourceTable
+from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.key_types import (
     Beta,
     Fraction,
@@ -21,26 +18,14 @@ from torchround.config.key_types import (
     PositiveFloat,
     PositiveInt,
     Table,
-    matching,
 )
+from torchround.config.optimizer_tables import AdamWTable, ChosenOptimizer
 
-RunName = Annotated[
-    str,
-    matching(
-        r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}",
-        "up to 128 letters, digits, '.', '_' and '-', of which the first is a letter or digit",
-    ),
-]
-ProjectName = Annotated[
-    str,
-    matching(
-        r"[^/\\#?%:\x00-\x1f]{1,128}", "1 to 128 characters, none a control character or one of / \\ # ? % :"
-    ),
-]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+ProjectName = Annotated[str, Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$")]
 
-# Bounds far above any model. They keep a slip of the keyboard from becoming a plan of a week.
+# Far above any model: it keeps a slip of the keyboard from becoming a plan of a week.
 Size = Annotated[int, Field(ge=1, le=2**24)]
-Positions = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class RunTable(Table):
@@ -53,8 +38,7 @@ class RunTable(Table):
     """Folder that holds all runs. It needs free space for `checkpoint.keep_latest_k` + 1 checkpoints."""
 
     seed: NonNegativeInt = 0
-    """Seed of weight initialisation, data order and dropout. The same seed gives bitwise equal losses on virtual devices, and
-    on GPUs with `training.deterministic`."""
+    """Seed of weight initialisation, data order and dropout. On GPUs equal losses also need `training.deterministic`."""
 
 
 class ShapeTable(Table):
@@ -83,10 +67,9 @@ class ShapeTable(Table):
     """Width of the feed-forward; in a model with experts, of each expert."""
 
     vocab_size: Size | None = None
-    """Rows of the embedding, at least as many as the tokenizer has tokens; a multiple of 128 is fast. Default: the flavor's, or
-    as many as the tokenizer has tokens if these are more, or if there is no flavor."""
+    """Rows of the embedding, a multiple of 128 is fast. Default: the flavor's, but at least the tokenizer's tokens."""
 
-    max_positions: Positions | None = None
+    max_positions: PositiveInt | None = None
     """Longest sequence that the model is meant for, in tokens. Nothing is allocated for it. Default: the family's."""
 
     rope_theta: Annotated[float, Field(gt=1)] | None = None
@@ -115,8 +98,8 @@ class ModelTable(Table):
     """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
-    """Model family, a package of `models/` (for example `llama3`). Required. `transformers`: a decoder that the package of that
-    name defines, from the folder `hf_path`; slower than a family of torchround's own that reads the folder too."""
+    """Model family, a package of `models/` (for example `llama3`), or `transformers`: a decoder that the package of that name
+    defines, from the folder `hf_path`. Required."""
 
     module: Name | None = None
     """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md)."""
@@ -125,69 +108,60 @@ class ModelTable(Table):
     """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
 
     shape: ShapeTable | None = None
-    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes. Not with `hf_path`."""
+    """Sizes of one's own, `[model.shape]`, initialised at random, in place of a flavor or of its sizes."""
 
     hf_path: Name | None = None
-    """Local folder in Hugging Face format. Its `config.json` gives the shapes, its safetensors files the weights; a folder
-    without weights is refused. The folder is also the default of `tokenizer.path`. Not used with `flavor` or `shape`."""
+    """Local folder in Hugging Face format with `config.json`, safetensors files and usually the tokenizer."""
 
 
 class TrainingTable(Table):
     """The length of the run, its batches, its number format, and its reaction to bad steps."""
 
     steps: PositiveInt | None = None
-    """Optimizer steps of the whole run, resumed parts included. At least 1. Default: the steps that `data.epochs` make,
-    counted at the start by one reading of the data; 1000 without `data.epochs`."""
+    """Optimizer steps of the whole run, resumed parts included. Default: those of `data.epochs`, counted by one reading of the
+    data at the start; 1000 without `data.epochs`."""
 
     seq_len: PositiveInt = 2048
-    """Tokens per packed sequence. Activation memory grows linearly with it, attention time quadratically. More than the model's
-    positions (`max_position_embeddings`, RoPE's scaling counted) is a warning."""
+    """Tokens per packed sequence. Activation memory grows linearly with it, attention time quadratically."""
 
     global_batch_size: PositiveInt = 8
-    """Sequences per optimizer step, at least `micro_batch_size`. Step time grows linearly with it."""
+    """Sequences per optimizer step. Step time grows linearly with it."""
 
     micro_batch_size: PositiveInt = 1
-    """Most sequences that a stage runs at once. The batch is cut into `ceil(global_batch_size / micro_batch_size)`
-    micro-batches. Memory for activations grows linearly with it. Fewer micro-batches make larger pipeline bubbles."""
+    """Most sequences that a stage runs at once: a step has `ceil(global_batch_size / micro_batch_size)` micro-batches. Memory
+    for activations grows linearly with it. Fewer micro-batches make larger pipeline bubbles."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Number format of activations and of the weights that devices compute with. The optimizer updates weights with all bits of
-    float32 (docs/optimizers.md). `float32` doubles device memory, boundary activations and transfers. `float16`, for GPUs
-    without bfloat16, scales the loss: by 65536 at first, half after each overflow, double after 2000 good steps."""
+    """Number format of activations and of the weights that devices compute with; the optimizer has all bits of float32.
+    `float32` doubles device memory and transfers. `float16`, for GPUs without bfloat16, scales the loss."""
 
     fp16_accumulation: bool = False
-    """Whether matrix products of `float16` add up in float16 instead of float32: up to twice as fast on GeForce cards, no gain
-    on others. Sums lose bits and overflow earlier, which costs skipped updates or accuracy. Needs `dtype = "float16"` and an
-    NVIDIA GPU. Throughput that RoundPipe's authors published is of this setting."""
+    """Whether matrix products of `float16` add up in float16: up to twice as fast on GeForce cards, with more overflows and
+    less accuracy. Needs an NVIDIA GPU."""
 
     deterministic: bool = False
-    """Whether GPUs add up in a fixed order. Then the same seed gives the same bits on cards of one kind with the same versions
-    of all packages. It costs time and device memory in attention's backward (the plan counts the memory), and an operation of a
-    borrowed model without such a form is refused at the first step. Virtual devices always have a fixed order."""
+    """Whether GPUs add up in a fixed order, for the same bits on cards of one kind and the same versions of all packages. It
+    costs time and memory in attention's backward."""
 
     max_norm: NonNegativeFloat = 1.0
-    """Largest global gradient norm; a larger gradient is scaled down to it. 0 switches clipping off. With Muon only the
-    parameters that AdamW updates count, and only their gradient is scaled."""
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping. With Muon: of AdamW's part."""
 
     clip: Literal["global", "layer"] = "global"
-    """The norm that `max_norm` bounds. `global`: of the whole gradient. `layer`: of each layer's gradient, by `max_norm` times
-    the root of its share of the trained parameters. A tied weight counts as a layer of its own."""
+    """The norm that `max_norm` bounds. `global`: of the whole gradient. `layer`: of each layer's, by `max_norm` times the root
+    of its share of the trained parameters."""
 
     on_spike: Literal["off", "skip", "stop"] = "off"
-    """Reaction to a spike: a loss or gradient norm far above those of earlier steps. `skip`: the step's update is left out.
-    `stop`: also, the run ends with exit code 1 after a checkpoint. In `engine.update = "bounded"` the loss alone is compared.
-    Updates whose loss or gradient is not finite are always left out, in `bounded` layer by layer if the loss is finite."""
+    """Reaction to a loss or gradient norm (in `bounded` the loss alone) far above those of earlier steps. `skip`: no update.
+    `stop`: also, the run ends with exit code 1 after a checkpoint. Updates that are not finite are always left out."""
 
     spike_factor: PositiveFloat = 10.0
-    """Size of a spike: more than this many median absolute deviations (at least 1 % of the median) above the median of the last
-    `spike_window`."""
+    """A spike is more than this many median absolute deviations above the median of the last `spike_window` good steps."""
 
     spike_window: Annotated[int, Field(ge=10, le=1000)] = 100
-    """Number of good steps that a spike is compared with. Before a run has had that many, no step is a spike."""
+    """Good steps that a spike is compared with; before that many, no step is a spike."""
 
     max_skipped_steps: PositiveInt = 10
-    """Number of bad steps in a row after which the run ends with exit code 1, a diagnosis and a checkpoint. A bad step is a
-    spike, or has a loss or gradient that is not finite. A `float16` overflow counts only at the lowest loss scale."""
+    """Bad steps in a row (spikes, or not finite) after which the run ends with exit code 1, a diagnosis and a checkpoint."""
 
     @property
     def num_steps(self) -> int:
@@ -214,59 +188,54 @@ class CheckpointTable(Table):
 
     interval_steps: NonNegativeInt = 500
     """Steps between checkpoints; 0 saves only at the end and on a signal. With AdamW a checkpoint takes 12 bytes of disk per
-    trained parameter, 6.03 if `optimizer.state` is "compact"; Muon's matrices take 8 and 5.02. 16-bit async adds 2. A frozen
-    parameter takes 2 or 4, unless `lora.map_base` leaves it in its own file. Training goes on during a save."""
+    trained parameter, 6.03 with `optimizer.state = "compact"` (docs/checkpoints.md). Training continues during a save."""
 
     keep_latest_k: NonNegativeInt = 2
-    """Number of newest complete checkpoints that are kept; 0 keeps all."""
+    """Number of newest checkpoints that are kept; 0 keeps all."""
 
     keep_every_n_steps: NonNegativeInt = 0
-    """Checkpoints whose step this number divides are kept for ever, if they are saved at all; 0 keeps no others."""
+    """Checkpoints whose step this number divides are kept for ever; 0 keeps no others."""
 
     export: Literal["off", "weights", "adapters"] = "off"
-    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `weights`: the model with merged
-    adapters. `adapters`: the adapters alone, as PEFT loads them. `torchround export_hf` exports any checkpoint."""
+    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format, or of its `adapters` for PEFT."""
 
     load_path: Name | None = None
     """Folder of a checkpoint to start from if the run's own folder holds none. Default: fresh weights from `run.seed`."""
 
     load: Literal["all", "weights"] = "all"
-    """The part of `load_path` that is used. `all`: the run continues from that step, in the same data. `weights`: training
-    begins at step 0 with those weights, a fresh optimizer and any data."""
+    """`all`: the run continues from the step of `load_path`, in the same data. `weights`: a new run with its weights alone."""
 
 
 class MachinesTable(Table):
     """Several machines, each with its own devices, that train one model together. `torchrun` starts one process on each."""
 
     timeout_s: PositiveFloat = 60.0
-    """Seconds without a sign of life from a machine after which all others end with a message that names it. A machine that
-    computes, saves or compiles gives signs of life. A tensor that has begun to arrive may also take so long for each 8 MiB."""
+    """Seconds without a sign of life from a machine after which all others end with a message that names it."""
 
     connections: Annotated[int, Field(ge=1, le=16)] = 4
     """Connections between each two machines that carry gradients and weights. One connection carries 15 to 19 Gb/s at most."""
 
     checkpoints: Literal["shared", "own"] = "shared"
-    """Place of checkpoints. `shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it is
-    on each machine's own disk and holds that machine's parts, from which as many machines resume."""
+    """`shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it is on each machine's disk
+    and holds that machine's parts, from which as many machines resume."""
 
     share_host: bool = False
-    """Whether several processes may run on one host, each as a machine with a share of it. Slower, and meant for tests."""
+    """Whether several processes may run on one host, each as a machine with a share of it, for tests."""
 
     planned: PositiveInt = 1
     """Machines that `--dry-run` and `torchround plan` plan for. A run counts its own."""
 
     card: Name | None = None
-    """Card of each planned machine, such as `"rtx4090"` (docs/planning.md), for dry runs. Default: this machine."""
+    """Card of each planned machine, such as `"rtx4090"` (docs/planning.md). Default: this machine."""
 
     num_cards: PositiveInt | None = None
-    """Cards of each planned machine, at least 1, unless `engine.num_devices` says how many a run uses. Default: 1."""
+    """Cards of each planned machine, unless `engine.num_devices` says how many a run uses. Default: 1."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Host memory of each planned machine, in GiB: 128 with modules of 128 GB. A plan uses at most 95 % of it. Default: no
-    limit; then a plan takes the least among the fastest, and keeps nothing for backward stages."""
+    """Host memory of each planned machine, in GiB, of which a plan uses at most 95 %. Default: no limit."""
 
     gbit_per_s: PositiveFloat | None = None
-    """Rate of the network between two machines, in Gb/s each way, for dry runs. Default: plans are made for 10, 25 and 100."""
+    """Rate of the network between two planned machines, in Gb/s each way. Default: plans are made for 10, 25 and 100."""
 
 
 class ValidationTable(Table):
@@ -276,24 +245,20 @@ class ValidationTable(Table):
     """Steps between validations; 0 switches validation off. A run that ends by itself also validates its last step."""
 
     sources: Many[SourceTable] = ()
-    """Array of sources as in `data.sources`. If it is empty, validation needs a `data.validation_fraction`."""
+    """Array of sources as in `data.sources`. If it is empty, `data.validation_fraction` gives the documents."""
 
     max_batches: PositiveInt = 10
     """Global batches per validation. Each takes about a third of a training step."""
 
     keep_best: bool = False
-    """Save a checkpoint after each validation whose loss is the lowest so far, and keep the best one for ever, besides the ones
-    that `[checkpoint]` keeps. `checkpoint.export` then exports it. Needs `interval_steps`."""
+    """Save a checkpoint after each validation whose loss is the lowest so far, keep it, and export it."""
 
     patience: NonNegativeInt = 0
-    """Validations in a row without a lower loss after which the run ends, with its final checkpoint and exit code 0. 0 never
-    ends it early. A resumed run continues the count. Needs `interval_steps`."""
+    """Validations in a row without a lower loss after which the run ends with exit code 0. 0 never ends it early."""
 
     prompts: Many[Name] = ()
-    """Texts that each validation continues, with the likeliest token each time: `["Once upon a time"]`. If a source of
-    `data.sources` holds conversations (`messages` or `alpaca`), each text is a user's message, which the chat template writes.
-    The continuations are on the console, in `metrics.jsonl` and on the run's page. Each token takes a forward pass through all
-    stages."""
+    """Texts that each validation continues, with the likeliest token each time. If a source holds conversations, each is a
+    user's message. Each token takes a forward pass of the model."""
 
     prompt_tokens: PositiveInt = 64
     """Most tokens of a continuation. A token that ends a document or a turn ends it earlier."""
@@ -312,18 +277,15 @@ class LoraTable(Table):
     """Probability that training zeroes an input of the adapter."""
 
     targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Linear maps of each block that get an adapter, as Hugging Face names them: `q_proj`, `k_proj`, `v_proj`, `o_proj`,
-    `gate_proj`, `up_proj`, `down_proj`. `gpt_oss` has `gate_up_proj` in place of `gate_proj` and `up_proj`. Every expert gets
-    its own."""
+    """Linear maps of each block that get an adapter: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
+    `down_proj`; in `gpt_oss` `gate_up_proj` in place of two. Every expert gets its own."""
 
     path: Name | None = None
-    """Folder with adapters in PEFT's format that a new run starts from. They must have the same rank and alpha. Needs
-    `model.hf_path`. Default: new adapters, which begin without effect."""
+    """Folder with adapters in PEFT's format, of the same rank and alpha, that a new run starts from."""
 
     map_base: bool = False
-    """Leave frozen weights in the files of `model.hf_path`, which must not change, and read them when they are used. The frozen
-    base then takes no host memory and no room in checkpoints. Weights in another format than `training.dtype` (MXFP4 too) are
-    still copied. Each accelerator takes 32 MiB of host memory to read ahead. Uploads read the disk if memory is short."""
+    """Read frozen weights from the files of `model.hf_path` when they are used: they take no host memory and no room in
+    checkpoints, and the files must not change. Weights in another format than `training.dtype` are still copied."""
 
 
 class MetricsTable(Table):
@@ -333,15 +295,13 @@ class MetricsTable(Table):
     """Steps between lines on the console and in `metrics.jsonl`, each the mean over them. The last step has a line too."""
 
     wandb: Literal["off", "online", "offline"] = "off"
-    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. A failure of the logger never stops
-    training."""
+    """Logging to Weights & Biases. `offline` writes a local run for `wandb sync`. Its failures stop no run."""
 
     wandb_project: ProjectName = "torchround"
     """Weights & Biases project of the run. Environment variables such as `WANDB_ENTITY` set the rest."""
 
     module: Name | None = None
-    """Python module of your own that reports the run elsewhere: `make_writer(folder, config)` (docs/metrics.md). It is looked
-    up where Python looks, and then in the working directory."""
+    """Python module of your own that reports the run elsewhere: `make_writer(folder, config)` (docs/metrics.md)."""
 
 
 class TraceTable(Table):
@@ -352,3 +312,132 @@ class TraceTable(Table):
 
     profiler: bool = False
     """Also write what `torch.profiler` records: operators, kernels, copies, allocations. It slows the steps."""
+
+
+KeptPart = Literal["qkv", "attention", "output", "gate_up", "down"]
+
+
+class PlanTable(Table):
+    """A partition given by hand: how many layers each stage holds, in dispatch order.
+
+    `sum(forward) + fused = sum(backward) + fused` = layers of the model, embedding and head included.
+    """
+
+    forward: Many[PositiveInt]
+    """Layers of each forward stage, from the first layer on. Required, but may be empty."""
+
+    fused: PositiveInt
+    """Layers of the fused stage: the last layers, which run forward and backward in one pass. Required."""
+
+    backward: Many[PositiveInt]
+    """Layers of each further backward stage, from the deepest down to the first layer. Required, but may be empty."""
+
+    rounds: PositiveInt | None = None
+    """Rounds of a step, at most the number of micro-batches. Default: `engine.rounds`."""
+
+    kept: Many[Many[KeptPart]] | None = None
+    """The parts of each layer whose results are kept. Default: as `engine.keep_activations` says."""
+
+
+class EngineTable(Table):
+    """Devices, update rule, memory, number formats and the plan. Weights and optimizer state stay in host memory."""
+
+    devices: str = "auto"
+    """Kind of device. `cpu`: virtual devices, each a thread with its own memory limit. A kind of accelerator, by PyTorch's
+    name: `cuda` (NVIDIA and AMD), `xpu` (Intel), `npu` (Huawei Ascend). `auto`: the machine's accelerators, otherwise `cpu`."""
+
+    num_devices: PositiveInt | None = None
+    """Devices to use; more than the GPUs share them. Default: all GPUs; for `cpu` `cpu_threads`, otherwise up to 8."""
+
+    device_memory_gib: PositiveFloat | None = None
+    """Memory that a device may use, in GiB (2^30 bytes). Less makes smaller stages and larger bubbles. Default: a share of the
+    memory that is free on the GPU, or an equal share of host memory for `cpu`."""
+
+    host_memory_gib: PositiveFloat | None = None
+    """Host memory that the run may use in all, in GiB, virtual devices included. Default: 95 % of what is free."""
+
+    update: Literal["sync", "async", "bounded"] = "sync"
+    """Age of the weights that step t computes with (docs/staleness.md). `sync`: after t updates. `async`: after t - 1, so that
+    steps overlap. `bounded`: after t - 1 in the forward of the first `stale_layers` layers, otherwise after t; it needs
+    `training.clip = "layer"` or `training.max_norm = 0`, one round, another dtype than float16 and another optimizer than Muon.
+    `async` and `bounded` take 2 bytes more host memory per trained parameter."""
+
+    stale_layers: NonNegativeInt | Literal["auto"] = "auto"
+    """Layers of `bounded`, from the first one on, whose forward uses older weights. Losses depend on it. `auto`: the fewest
+    with which steps are not longer, chosen at a run's first start."""
+
+    delay_correction: Literal["auto", "none", "predict"] = "auto"
+    """`predict`: devices compute in `async` with weights one update ahead along the last one (AdamW's moments), 2 bytes of host
+    memory per trained parameter in bfloat16 (docs/optimizers.md). `auto`: `predict` with AdamW, `none` with Muon."""
+
+    rounds: PositiveInt | Literal["auto"] | None = None
+    """Parts of a step's micro-batches that pass through all stages one after the other. More rounds keep fewer boundary
+    activations in host memory, but each uploads all weights again, and above 1 the host adds gradients in float32 (4 bytes more
+    per trained parameter), which changes the last bits of a loss. `auto`: as planned at the first start. Default: 1."""
+
+    recompute: Literal["stage", "layer"] = "stage"
+    """Activations of one micro-batch that a backward stage keeps on the device at once. `layer`: of one layer instead of all,
+    which takes less device memory and one more forward pass of the stage."""
+
+    keep_activations: Literal["auto", "none", "attention", "half", "all"] | Many[KeptPart] = "auto"
+    """Results that forward stages keep in host memory for backward stages; losses do not depend on it. `all`: all parts of
+    every block. `half`: of every other block. An array of parts, or `attention`: these of every block. Parts: `qkv`,
+    `attention` (its kernel), `output` (the product after it), `gate_up`, `down`. A compiled layer keeps all or nothing. `auto`:
+    what shortens steps by more than `slower_for_memory` and fits; nothing on virtual devices and on a card of unknown speed."""
+
+    slower_for_memory: Fraction = 0.01
+    """Share of a step by which a plan may be slower than the fastest one if it needs less host memory."""
+
+    grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes more
+    host memory per trained parameter and doubles the download."""
+
+    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format in which a device adds up the gradients of a round. `bfloat16` takes half, but loses small parts."""
+
+    plan: PlanTable | Name | None = None
+    """Partition in place of the planner's: the path of a `plan.json`, or `{forward = [2, 2], fused = 2, backward = [2, 2]}`."""
+
+    measure_steps: NonNegativeInt = 3
+    """Steps at the start of a run that measure every layer's time for a second plan, which is written to `plan.json` and kept
+    when the run resumes. 0: plan from FLOPs and bytes alone. Losses do not depend on it."""
+
+    hang_timeout_s: PositiveFloat = 300.0
+    """Seconds without progress of a worker that stop the run, with a report. Longer than a stage takes for one micro-batch."""
+
+    compile: bool | Literal["auto"] = "auto"
+    """Code that is compiled (docs/engine.md). `true`: the host's optimizer update and the layers. `auto`: the layers on `cuda`
+    and `xpu` if the device has room, and the update from 2^21 trained parameters on. Losses of compiled layers differ in the
+    last bits. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's headers. Code that cannot
+    be compiled runs uncompiled, with one warning."""
+
+    cpu_threads: PositiveInt | None = None
+    """Threads inside one operation of the host; a virtual device always has one. Default: PyTorch's choice."""
+
+
+class Config(Table):
+    """The configuration of a run. `load_config` also checks what tables demand of each other; the constructor does not."""
+
+    run: RunTable = Field(default_factory=RunTable)
+    model: ModelTable
+    tokenizer: TokenizerTable = Field(default_factory=TokenizerTable)
+    data: DataTable
+    training: TrainingTable = Field(default_factory=TrainingTable)
+    engine: EngineTable = Field(default_factory=EngineTable)
+    optimizer: ChosenOptimizer = Field(default_factory=AdamWTable)
+    lr_schedule: LRScheduleTable = Field(default_factory=LRScheduleTable)
+    checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
+    validation: ValidationTable = Field(default_factory=ValidationTable)
+    lora: LoraTable = Field(default_factory=LoraTable)
+    metrics: MetricsTable = Field(default_factory=MetricsTable)
+    trace: TraceTable = Field(default_factory=TraceTable)
+    machines: MachinesTable = Field(default_factory=MachinesTable)
+
+    def with_steps(self, steps: int) -> "Config":
+        training = self.training.model_copy(update={"steps": steps})
+        return self.model_copy(update={"training": training})
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return M, the micro-batches of one step: `ceil(global_batch_size / micro_batch_size)`."""
+        return -(-self.training.global_batch_size // self.training.micro_batch_size)

@@ -4,19 +4,16 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchround.config.config import Config, PlanTable
-from torchround.config.conflicts import find_conflicts
 from torchround.config.data_tables import SourceTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import Table
 from torchround.config.optimizer_tables import optimizer_tables, table_for
-from torchround.config.tables import ShapeTable
-from torchround.config.usual_names import nearest_value, other_way, usual_key
+from torchround.config.tables import Config, PlanTable, ShapeTable
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +23,7 @@ DEFAULT_STEPS = 1000
 MOST_MISTAKES = 20
 """Mistakes that one message lists."""
 
-GONE_KEYS = {
-    "data.on_changed_files": "stop",
-    "engine.share_links": "auto",
-    "machines.compress": "none",
-    "trace.memory": False,
-}
+GONE_KEYS: dict[str, Any] = {}
 """Keys of earlier releases, and their defaults. The config that each run saved gives them all."""
 
 INNER_TABLES: dict[str, type[Table]] = {
@@ -58,11 +50,8 @@ class RawConfig:
     def source_of(self, key: str) -> str:
         """Return the source of a key such as `data.sources[0].path`, or of the nearest key around it."""
         parts = key.replace("[", ".[").split(".")
-        for length in range(len(parts), 0, -1):
-            source = self.sources.get(".".join(parts[:length]))
-            if source is not None:
-                return source
-        return self.main_source
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self.sources[each] for each in prefixes if each in self.sources), self.main_source)
 
 
 def validate(raw: RawConfig) -> Config:
@@ -76,7 +65,7 @@ def validate(raw: RawConfig) -> Config:
     if config.training.steps is None and config.data.epochs is None:
         config = config.with_steps(DEFAULT_STEPS)
     # Only values of the right types can be compared with each other.
-    conflicts = [_conflict(raw, config, keys.split(), legal) for keys, legal in find_conflicts(config)]
+    conflicts = [_conflict(raw, config, keys.split(), legal) for keys, legal in _conflicts(config)]
     if conflicts:
         raise ConfigError(conflicts)
     return config
@@ -136,59 +125,126 @@ def _key(given: Any, details: ErrorDetails) -> str:
 
 
 def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
-    first = same[0]
-    given = first["input"]
-    if first["type"] == "extra_forbidden":
-        return _unknown(raw, key, given)
-    if first["type"] == "missing":
+    kind, given = same[0]["type"], same[0]["input"]
+    if kind == "missing":
         return "missing"
-    if "." not in key and any(details["type"].startswith(("model", "dict")) for details in same):
-        return f"given {show(given)}; legal: a table, written [{key}]"
+    if kind == "extra_forbidden":
+        return _unknown(raw, key, given)
     texts = [re.sub(r"a valid dictionary or instance of \w+", "a table", details["msg"]) for details in same]
-    first_text, *others = dict.fromkeys(text.removeprefix("Value error, ") for text in texts)
-    text = " or ".join([first_text, *(other.removeprefix("Input should be ") for other in others)])
-    text = f"given {show(given)}; {text[0].lower()}{text[1:]}"
-    if isinstance(given, str):
-        expected = " ".join(each.get("ctx", {}).get("expected", "") for each in same)
-        return text + nearest_value(given, re.findall("'(.*?)'", expected))
-    if first["type"] == "string_type" and raw.source_of(key) == COMMAND_LINE:
-        text += f"; as a string: --{key} '\"{show(given)}\"'"
-    return text
+    first, *others = dict.fromkeys(text.removeprefix("Value error, ") for text in texts)
+    text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    hint = nearest(given, re.findall("'(.*?)'", text)) if isinstance(given, str) else ""
+    return f"given {show(given)}; {text[0].lower()}{text[1:]}{hint}"
 
 
 def _unknown(raw: RawConfig, key: str, given: Any) -> str:
     outer, _, name = key.rpartition(".")
     tables = all_keys()
+    known = tables.get(outer, tuple(tables))
     if outer == "optimizer":
-        known: tuple[str, ...] = tuple(table_for(raw.tables["optimizer"]).model_fields)
-    elif outer:
-        known = tables.get(outer) or tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
-    else:
-        known = tuple(tables)
-    meant = usual_key(name)
-    hint = f"; nearest: {meant}" if meant else other_way(key) or other_way(name) or nearest(name, known)
-    # A name that is like no key of this table may be a key of another.
+        known = tuple(table_for(raw.tables["optimizer"]).model_fields)
+    elif outer not in ("", *tables):
+        known = tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
     elsewhere = [f"{other}.{name}" for other, keys in tables.items() if name in keys and other != outer]
-    if not outer and not isinstance(given, dict):
-        hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else hint
-        return f"given {show(given)} outside of a table; a key belongs below its table's [name]{hint}"
-    if not outer:
-        return f"unknown table; legal: {', '.join(known)}{hint}"
-    if elsewhere and not hint:
-        hint = f"; nearest: {', '.join(elsewhere)}"
-    others = [show(each) for each, keys in optimizer_tables().items() if name in keys.model_fields]
-    if outer == "optimizer" and others:
-        hint = f"; it is a key of optimizer.name = {' and '.join(others)}"
-    return f"unknown key, given {show(given)}; legal in {outer}: {', '.join(known)}{hint}"
+    hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else nearest(name, known)
+    what = "key, " if outer else "table, " if isinstance(given, dict) else "key outside of a table, "
+    where = f" in {outer}" if outer else ""
+    return f"unknown {what}given {show(given)}; legal{where}: {', '.join(known)}{hint}"
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of each table, in the order of the documentation."""
-    tables = {name: info.annotation for name, info in Config.model_fields.items()}
-    keys = {
-        name: tuple(table.model_fields)
-        for name, table in tables.items()
-        if isinstance(table, type) and issubclass(table, Table)
-    }
+    tables = {name: cast(type[Table], info.annotation) for name, info in Config.model_fields.items()}
+    keys = {name: tuple(table.model_fields) for name, table in tables.items()}
     every_optimizer = (key for table in optimizer_tables().values() for key in table.model_fields)
     return keys | {"optimizer": tuple(dict.fromkeys(every_optimizer))}
+
+
+# What tables, each legal by itself, demand of each other. No file is opened, and no device or model is needed. Each check
+# yields the keys, with spaces between them, and what is legal.
+
+
+def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    for check in (_model, _training, _update, _validation):
+        yield from check(config)
+
+
+def _model(config: Config) -> Iterator[tuple[str, str]]:
+    model, tokenizer, lora = config.model, config.tokenizer, config.lora
+    clears = 'one of them ("none" clears a key that a base file set)'
+    if model.flavor is None and model.shape is None and model.hf_path is None:
+        yield "model.flavor model.shape model.hf_path", 'one of them, for example flavor = "debug"'
+    for key in ("flavor", "shape"):
+        if model.hf_path is not None and getattr(model, key) is not None:
+            yield f"model.{key} model.hf_path", clears
+    if tokenizer.path is not None and tokenizer.name is not None:
+        yield "tokenizer.path tokenizer.name", clears
+    for key, wanted in (("map_base", "a folder with the base's files"), ("path", "the base of the adapters")):
+        if getattr(lora, key) and lora.rank == 0:
+            yield f"lora.{key} lora.rank", "a rank above 0, which trains adapters"
+        elif getattr(lora, key) and model.hf_path is None:
+            yield f"lora.{key} model.hf_path", wanted
+    if config.checkpoint.export == "adapters" and lora.rank == 0:
+        yield "checkpoint.export lora.rank", '"weights" if no adapters are trained'
+    if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:
+        yield "checkpoint.load checkpoint.load_path", "the folder of the checkpoint that holds them"
+
+
+def _training(config: Config) -> Iterator[tuple[str, str]]:
+    training, warmup = config.training, config.lr_schedule.warmup_steps
+    if training.global_batch_size % config.data.streams:
+        yield "data.streams training.global_batch_size", "a batch that is a multiple of the streams"
+    if training.fp16_accumulation and training.dtype != "float16":
+        yield "training.fp16_accumulation training.dtype", 'true with "float16"'
+    # Steps that data.epochs make are checked once they are counted.
+    if training.steps is not None and warmup >= training.steps:
+        yield (
+            "lr_schedule.warmup_steps training.steps",
+            f"a warm-up of at most steps - 1 = {training.steps - 1}",
+        )
+
+
+def _update(config: Config) -> Iterator[tuple[str, str]]:
+    engine, training, optimizer = config.engine, config.training, config.optimizer
+    plan = engine.plan if isinstance(engine.plan, PlanTable) else None
+    for key, rounds in (("engine.rounds", engine.rounds), ("engine.plan", plan and plan.rounds)):
+        if isinstance(rounds, int) and rounds > config.num_micro_batches:
+            legal = f"1 to {config.num_micro_batches} rounds, the micro-batches of a step"
+            yield f"{key} training.global_batch_size training.micro_batch_size", legal
+        if isinstance(rounds, int) and rounds > 1 and engine.update == "bounded":
+            yield f"{key} engine.update", "1 round, because the first gradients would wait for the last round"
+    if engine.delay_correction == "predict":
+        if engine.update != "async":
+            yield (
+                "engine.delay_correction engine.update",
+                '"auto" or "none", or update = "async", which has the delay',
+            )
+        elif not optimizer.can_predict:
+            legal = '"auto" or "none", because the state of this optimizer does not tell its next step'
+            yield "engine.delay_correction optimizer.name", legal
+    if engine.update != "bounded":
+        return
+    if training.dtype == "float16":
+        yield "engine.update training.dtype", '"bfloat16" or "float32": overflows of float16 skip whole steps'
+    if training.max_norm and training.clip == "global":
+        yield (
+            "engine.update training.clip training.max_norm",
+            'training.clip = "layer", or training.max_norm = 0',
+        )
+    if not optimizer.updates_by_layer:
+        legal = '"sync" or "async": updates of this optimizer need the devices, which would wait for each gradient'
+        yield "engine.update optimizer.name", legal
+
+
+def _validation(config: Config) -> Iterator[tuple[str, str]]:
+    table = config.validation
+    is_on = table.interval_steps > 0
+    if is_on and not table.sources and not config.data.validation_fraction:
+        legal = "at least one source, or a data.validation_fraction above 0, or an interval of 0 for off"
+        yield "validation.interval_steps validation.sources data.validation_fraction", legal
+    for key in ("keep_best", "patience", "prompts"):
+        if getattr(table, key) and not is_on:
+            yield (
+                f"validation.{key} validation.interval_steps",
+                "an interval above 0, which switches validation on",
+            )

@@ -1,6 +1,6 @@
 """The model card of an export: `README.md` with a head in YAML, as model hubs read it.
 
-It names the base, the data, the settings and the losses. It holds names of folders but no paths: a card is published.
+It names the base, the data and the settings. It holds names of folders but no paths: a card is published.
 """
 
 import json
@@ -14,19 +14,15 @@ from torchround.untrusted.terminal import terminal_safe
 
 CARD_FILE = "README.md"
 
-LOSSES = {"loss": "training loss", "validation_loss": "validation loss"}
-"""The figures of `metrics.jsonl` that a card shows."""
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says: the run's configuration, its `step`, its labels so far and its losses.
+    """What a card says: the run's configuration, its `step` and its labels so far.
 
-    `base` is the folder that the run started from, `base_name` what the base's `config.json` calls it. `losses` are the
-    last ones that were logged, each with its step, by the keys of `LOSSES`.
+    `base` is the folder that the run started from, `base_name` what the base's `config.json` calls it.
     """
 
     run: Mapping[str, Any]
@@ -34,7 +30,6 @@ class CardFacts:
     tokens: int | None
     base: Path | None
     base_name: str | None
-    losses: Mapping[str, tuple[int, float]]
     adapters: bool
 
 
@@ -95,15 +90,11 @@ def _body(facts: CardFacts) -> Iterator[str]:
 
 
 def _settings(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the table: progress, losses, and the settings that decide them."""
+    """Yield the rows of the table: progress, and the settings that decide them."""
     run, training = facts.run, facts.run["training"]
     yield "steps", f"{facts.step:,}"
     if facts.tokens is not None:
         yield "labels trained on", f"{facts.tokens:,}"
-    for key, title in LOSSES.items():
-        if key in facts.losses:
-            step, loss = facts.losses[key]
-            yield title, f"{loss:.4f} nats per token (step {step:,})"
     for table, keys in SHOWN.items():
         values = run.get(table) or {}
         if table == "lora" and not values.get("rank"):

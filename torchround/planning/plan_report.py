@@ -24,8 +24,6 @@ LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
 LENGTH_BITS = 6
 # Changes that are proposed together if none suffices alone.
 MOST_TOGETHER = 3
-# The least gain in step time that a report mentions.
-CLEARLY_FASTER = 0.03
 
 
 @dataclass(frozen=True)
@@ -164,48 +162,6 @@ def ratio_text(question: RunQuestion, costs: Costs) -> str:
         f"keeping all of a layer's parts copies for {least if least == most else f'{least} to {most}'} of the time that the "
         f"layer computes (k; at most 1 can be hidden), at {link.bytes_per_s / 1e9:.3g} GB/s each way ({len(ratios)} layers)"
     )
-
-
-# Shorter steps.
-
-
-def gains(question: RunQuestion, plan: Plan, every: bool = True) -> dict[str, float]:
-    """Return changes of the config that make steps clearly shorter, and the share of a step that each saves alone.
-
-    The best one comes first. All of them keep the step's batch. Without `every`, only the rounds and the update mode are
-    changed, which a run can do at no other cost.
-    """
-    changes = [
-        ('engine.rounds = "auto"', replace(question, rounds="auto")),
-        ('engine.update = "async"', replace(question, update="async")),
-    ]
-    if every:
-        changes.append(('engine.recompute = "layer"', replace(question, recompute="layer")))
-        sizes = question.micro_batch_size // 2, question.micro_batch_size * 2
-        changes += [
-            (f"training.micro_batch_size = {size}", replace(question, micro_batch_size=size))
-            for size in sizes
-            if 1 <= size <= question.global_batch_size
-        ]
-    # The other changes would leave the given plan in place, which was made for other costs.
-    if question.given is not None:
-        changes = [("engine.plan left out", replace(question, given=None))] if every else []
-    # Compared without a choice of what to keep: with one, each of these plans would take seconds.
-    bare, found = question.without_choice(), {}
-    before_s = plan.step_s if bare == question else plan_for(bare).step_s
-    for setting, changed in changes:
-        # A change that alters nothing, or that does not fit, is no advice.
-        if before_s and changed != question and fits(changed):
-            gain = 1 - plan_for(changed.without_choice()).step_s / before_s
-            if gain > CLEARLY_FASTER:
-                found[setting] = gain
-    return dict(sorted(found.items(), key=lambda change: -change[1]))
-
-
-def gain_text(question: RunQuestion, setting: str, gain: float) -> str:
-    """Say what a change saves."""
-    basis = "" if question.device is not None else ", if time is in proportion to counted work"
-    return f"{setting} would take {100 * gain:.0f} % less time per step{basis}"
 
 
 # What fits.

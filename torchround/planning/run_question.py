@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from torchround.layer_work import aligned
 from torchround.planning.cards import DeviceSpec
-from torchround.planning.costs import Costs, CostsError, ParameterCounts
+from torchround.planning.costs import Costs, ParameterCounts
 from torchround.planning.host_buffers import HostBatch
 from torchround.planning.keep_rule import KeepRule
 from torchround.planning.memory import HostMemory, MemoryLimits, host_state
@@ -53,7 +52,6 @@ class RunQuestion:
     - `keep_activations`: the setting; `"auto"` lets the planner choose.
     - `slower_for_memory`: share by which the step may be longer than the fastest plan's, to need less host memory.
     - `given_kept`: the names of what each layer keeps, if `given` comes with them.
-    - `is_measured`: whether `costs_for` has measured seconds.
     - `machines`: a plan is that of the machine with the largest share of the step; `global_batch_size` is of all.
     """
 
@@ -85,7 +83,6 @@ class RunQuestion:
     slower_for_memory: float = AS_FAST
     given_kept: KeptNames | None = None
     machines: PlannedMachines = ONE_MACHINE
-    is_measured: bool = False
 
     @property
     def step_micro_batches(self) -> int:
@@ -111,39 +108,6 @@ class RunQuestion:
 
     def costs(self) -> Costs:
         return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
-
-    def with_times(self, measured: Costs) -> "RunQuestion":
-        """Return the run with the seconds of `measured` for its own micro-batches, and in proportion for others.
-
-        Layers are found by name. Layers, hops and updates without measured seconds keep their counted ones. Raises
-        `CostsError` for a name that no layer has.
-        """
-        own, times = self.costs().layers, {layer.name: layer for layer in measured.layers}
-        names = [layer.name for layer in own]
-        if unknown := [name for name in times if name not in names]:
-            raise CostsError(
-                f"measured times name {unknown[0]}, but the model has {names[0]} .. {names[-1]} ({len(names)} layers)"
-            )
-        own_tokens = self.seq_len * self.longest_micro_batch
-
-        def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-            counted, longer = (
-                self.costs_for(tokens, sequences, accumulate_bytes),
-                tokens * sequences / own_tokens,
-            )
-            layers = []
-            for layer, before in zip(counted.layers, own, strict=True):
-                if (time := times.get(layer.name)) is not None:
-                    # A layer without counted work, such as an embedding, takes time by its tokens.
-                    forward = layer.forward_s / before.forward_s if before.forward_s else longer
-                    backward = layer.backward_s / before.backward_s if before.backward_s else longer
-                    layer = layer.timed(time.forward_s * forward, time.backward_s * backward)
-                    layer = replace(layer, optimizer_s=time.optimizer_s or layer.optimizer_s)
-                layers.append(layer)
-            hop_s = measured.hop_s * longer or counted.hop_s
-            return replace(counted, layers=tuple(layers), hop_s=hop_s, launch_s=0.0)
-
-        return replace(self, costs_for=cache(costs_for), is_measured=True)
 
     def keep_rule(self) -> KeepRule:
         """Return what may be kept.

@@ -16,8 +16,7 @@ from torchround.accelerators import (
     known_kinds,
     present_kind,
 )
-from torchround.config import EngineTable
-from torchround.config.usual_names import nearest_value
+from torchround.config import EngineTable, nearest
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.machines.group import HostShare
@@ -158,7 +157,7 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
     """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
-        reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
+        reason = f"no such kind is known{nearest(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
         reason += f" ({why_no_accelerator()})"
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))

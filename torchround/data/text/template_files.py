@@ -167,5 +167,5 @@ def _check_template(state: Mapping[str, Any], given: str | None, folder: Path | 
     if trained not in (templates.digest(), TemplateSources(templates.default).digest()):
         raise TokenizerError(
             f"the run trained with another chat template than the one in {templates.file or folder}; an export carries the "
-            "template of its run: put that one back, or name a folder that holds it with --tokenizer"
+            "template of its run: put that one back, or give the folder that holds it as tokenizer.path"
         )
