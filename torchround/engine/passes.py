@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchround.engine.board import Flag, Observer, Queue, Value, Values
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, forward_inputs
-from torchround.engine.device import Event, PastEvent
+from torchround.engine.device import NO_STEP, PASSED, Event
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
@@ -79,7 +79,7 @@ class HostTensors:
         """Copy the tensors, as one of the readers. Waits until they have landed."""
         self.landed.synchronize()
         copies = [view.clone() for view in self.packing.views(self.memory)]
-        self.reader_ends(PastEvent(), pool)
+        self.reader_ends(PASSED, pool)
         return copies
 
 
@@ -152,6 +152,11 @@ class StageJob:
         return self.task.slot
 
     @property
+    def traced_step(self) -> int:
+        # An evaluation has the number of the next training step, whose trace must not show its copies.
+        return self.pass_.step if self.pass_.training else NO_STEP
+
+    @property
     def slots_left(self) -> int:
         stages, rounds = len(self.pass_.shape.stages), len(self.pass_.shape.rounds)
         return rounds * stages - (self.task.round * stages + self.task.stage_index + 1)
@@ -185,7 +190,7 @@ class StepResult:
         self.end = end
         self._results = pass_.results
         self._all_sums = pass_.sums if pass_.share is not None and pass_.share.num_machines > 1 else None
-        self._enqueued = [pass_.reports.at(task.slot) for task in tasks]
+        self._enqueued = [pass_.reports[task.slot] for task in tasks]
         self._updated = pass_.updated
         self._read: list[tuple[list[Tensor], Structure]] | None = None
         self._reports: list[StageReport] | None = None
@@ -326,9 +331,6 @@ class Passes:
             gives_outputs=gives_outputs,
         )
         before = self._under_way[-1].shape if self._under_way else None
-        if before is not None and not self._reservation.knows_all(before):
-            # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
-            self.wait()
         # Without tasks this machine has no part in the step.
         if tasks and self._reservation.reserve_for(shape, before):
             self.prepare(shape)
@@ -355,7 +357,7 @@ class Passes:
             self._synchronize(event)
         self._observer.touched(reads=(), writes=[buffer.memory])
         fill(packing.views(buffer.memory), micro_batch.tensors())
-        return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.rebuild())
+        return HostTensors(buffer, packing, PASSED, readers, micro_batch.rebuild())
 
     def track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
         """Make the result of the pass that was made last and is dispatched. A training pass has an `end`."""

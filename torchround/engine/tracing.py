@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from torchround.config import TraceTable
-from torchround.engine.device import NO_STEP, Device, DeviceWatcher, Mark, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import DeviceSpan
 from torchround.engine.timeline import HOST, Task, TaskKind, Timeline, trace_events
@@ -30,7 +31,7 @@ COPIES = {
 }
 
 
-class StepTraces(DeviceWatcher):
+class StepTraces(Observer):
     """The traces that `[trace]` asks for, in `folder`. Steps count from 1 in files, from 0 in results and tasks.
 
     The trace of step N is written once step N + 1 is done: the engine collects a step before it dispatches the next but
