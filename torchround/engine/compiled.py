@@ -86,10 +86,7 @@ class LayerCompiler:
 
 
 class LayerKind:
-    """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred.
-
-    `code` is whether they are the model's last layer, and their structure.
-    """
+    """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
     def __init__(self, compiler: LayerCompiler, layer: nn.Module, code: tuple[bool, object]) -> None:
         self.code = code
@@ -148,10 +145,7 @@ class LayerKind:
     def _compile(
         self, key: object, shape: "CompiledShape", micro_batch: MicroBatch, tensors: list[Tensor]
     ) -> None:
-        """Compile by running once. If that fails, the kind runs uncompiled from now on.
-
-        An error of the layer itself is raised again there.
-        """
+        """Compile by running once. If that fails, the kind runs uncompiled from now on, and raises errors of its own there."""
         try:
             shape.rehearse(micro_batch, tensors)
             self.shapes[key] = shape
@@ -168,10 +162,7 @@ class LayerKind:
             )
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
-        """Make a function of tensors of the layer, with a code object of its own.
-
-        Dynamo limits the number of compilations for each code object, so shapes must not share one.
-        """
+        """Make a function of tensors of the layer. Dynamo limits the compilations of a code object, so each has its own."""
         layer, paths = self._prototype, self.paths
 
         def run_layer(tensors: list[Tensor], integers: tuple[Tensor, ...], facts: dict[str, Any]) -> Hidden:
@@ -227,7 +218,6 @@ class CompiledShape:
         outputs, structure = flatten(output)
         if structure not in (SINGLE, FLAT):
             raise TypeError("it returns a nested value; compiled code returns a tensor or a tuple of tensors")
-        # Device threads share this object; every one of them writes the same value here.
         self._single = structure is SINGLE
         return inner, outputs
 
@@ -247,10 +237,7 @@ class CompiledShape:
 
 
 class _Run(torch.autograd.Function):
-    """The step from the caller's autograd graph into compiled code and back.
-
-    It keeps the caller's leaves, which may hold gradients already, out of what is compiled.
-    """
+    """The step from the caller's graph, whose leaves may hold gradients already, into compiled code and back."""
 
     @staticmethod
     def forward(
@@ -345,10 +332,9 @@ class KeptForward:
 
 
 def _put_in_front(outputs: Sequence[Tensor]) -> bool:
-    """Put a `KeptForward` in front of the compiled code that made these outputs. Return whether it was not there before.
+    """Put a `KeptForward` in front of the compiled code that made these outputs, unless it is there. Returns whether it does.
 
-    The code is an attribute of the autograd function that PyTorch made for it, also if the code comes from the compiler's
-    cache. A compiler without such a function keeps nothing.
+    The code is an attribute of the autograd function that PyTorch made for it. A compiler without one keeps nothing.
     """
     for output in outputs:
         function = getattr(type(output.grad_fn), "_forward_cls", None)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,14 +50,6 @@ class Stream(Enum):
 UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD)
 
 
-class Event(Protocol):
-    """A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both."""
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-
 class Mark:
     """A point in a stream whose time can be read: that of `event`, or the host's now for a point that is passed already."""
 
@@ -73,7 +65,7 @@ class Mark:
         return self.event is None or self.event.query()
 
     def seconds_since(self, earlier: "Mark") -> float:
-        """Return the seconds between two marks of one device. Waits until the device has passed both."""
+        """Measure the seconds between two marks of one device. Waits until the device has passed both."""
         if self.event is None or earlier.event is None:
             return self._host_s - earlier._host_s
         # The marks may be in two streams, and then either stream may reach its mark last.
@@ -82,6 +74,8 @@ class Mark:
         return earlier.event.elapsed_time(self.event) / 1000.0
 
 
+# A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both.
+Event = torch.Event | Mark
 # The point after work of the host itself, or of a device that runs everything at once.
 PASSED = Mark()
 
@@ -340,10 +334,10 @@ class AcceleratorDevice(Device):
 
 
 def use_threads_here(count: int) -> None:
-    """Run this thread's parallel operations, PyTorch's and compiled ones, with `count` threads.
+    """Run this thread's parallel operations with `count` threads.
 
     `torch.set_num_threads` would change the number for later threads as well, so this calls OpenMP and MKL themselves,
-    after PyTorch has set this thread up. If one of them cannot be found, PyTorch's number stays there.
+    after PyTorch has set this thread up.
     """
     torch.get_num_threads()
     with suppress(OSError):

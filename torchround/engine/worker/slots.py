@@ -102,9 +102,8 @@ class TwoSlots:
     def next(self, numel: int) -> DeviceSlot:
         """Take a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
 
-        `released` is the event of the slot before the newest one, at the same end. This slot may also cover
-        older ones of the other end. Those need no event of their own: slots are released in their order, by one
-        stream.
+        That is the event of the slot before at the same end. The slot may also cover older ones of the other end, which
+        one stream has released before.
         """
         beside, self._newest = self._ends[self._newest], 1 - self._newest
         before, itemsize = self._ends[self._newest], self._memory.itemsize
@@ -132,11 +131,10 @@ class SlotRange(NamedTuple):
 
 
 class StageLayout:
-    """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot.
+    """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot, in forward order.
 
-    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and
-    results do not depend on which layers share a stage. Ranges are in forward order, in which the optimizer completes
-    weights: an upload stops at the first incomplete bundle.
+    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and results do not
+    depend on which layers share a stage.
     """
 
     def __init__(self, store: HostStore, layers: range) -> None:

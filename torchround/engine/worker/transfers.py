@@ -119,11 +119,10 @@ class BundleTransfer:
 
 
 class WeightUpload(BundleTransfer):
-    """The upload of one stage's weights into a slot.
+    """The upload of one stage's weights into a slot. Those in files come from the worker's reader, or else from their map.
 
-    `versions` has the version of each trained bundle, by layer and bundle. `waited_s` is the host time spent waiting
-    for the optimizer to complete them. Weights in files come from the worker's reader, or straight from their map if
-    there is none.
+    `versions` has the version of each trained bundle, by layer and bundle. `waited_s` is the host time spent waiting for
+    the optimizer.
     """
 
     stream, activations = Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD
@@ -179,8 +178,7 @@ class WeightUpload(BundleTransfer):
 class GradientDownload(BundleTransfer):
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    It clears the slot first. The deepest layers go first, as the optimizer takes them; a layer's gradients go after
-    `layers_final`. `job` is the stage job that makes them; its `parts` are the accesses to their places on the host.
+    It clears the slot first. The deepest layers go first, as the optimizer takes them, each after `layers_final`.
     """
 
     stream, activations = Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD
@@ -316,10 +314,7 @@ class ActivationTransfers:
         self.inputs: list[DeviceSlot] = []
 
     def prepare(self, shape: PassShape) -> None:
-        """Allocate now everything that passes of a shape need, instead of each buffer at its first use.
-
-        Each buffer has its largest size at once: memory of one that is replaced is not used again.
-        """
+        """Allocate now what passes of a shape need, in its largest size: memory that is replaced is not used again."""
         sizes, shapes = self._sizes, set(shape.shapes)
 
         def largest(cuts: Iterable[int]) -> int:
