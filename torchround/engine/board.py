@@ -246,15 +246,16 @@ class LayerGate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside: set[int] = set()  # threads that run layers
-        self.compiles = False  # for the watchdog: a thread that compiles moves
+        self._is_closed = False
+        self.compiles = False  # for the watchdog: a thread that compiles, alone by now, moves
 
     @contextmanager
     def entered(self, board: Board) -> Iterator[None]:
         """Run layers in the block, forward or backward. Raises `Stopped` if the engine stops before."""
         thread = threading.get_ident()
         with self._changed:
-            if self.compiles:
-                self._wait(board, lambda: not self.compiles)
+            if self._is_closed:
+                self._wait(board, lambda: not self._is_closed)
             self._inside.add(thread)
         try:
             yield
@@ -272,15 +273,17 @@ class LayerGate:
             # Otherwise two threads that want to compile would wait for each other.
             self._inside.discard(thread)
             self._changed.notify_all()
-            self._wait(board, lambda: not self.compiles)
-            self.compiles = True  # no thread enters from now on
+            self._wait(board, lambda: not self._is_closed)
+            self._is_closed = True  # no thread enters from now on
         try:
             with self._changed:
                 self._wait(board, lambda: not self._inside)
+            self.compiles = True
             yield
         finally:
+            self.compiles = False
             with self._changed:
-                self.compiles = False
+                self._is_closed = False
                 self._inside |= {thread} if was_inside else set()
                 self._changed.notify_all()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,14 @@ class Stream(Enum):
 UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD)
 
 
+class Event(Protocol):
+    """A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
 class Mark:
     """A point in a stream whose time can be read: that of `event`, or the host's now for a point that is passed already."""
 
@@ -74,8 +82,6 @@ class Mark:
         return earlier.event.elapsed_time(self.event) / 1000.0
 
 
-# A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both.
-Event = torch.Event | Mark
 # The point after work of the host itself, or of a device that runs everything at once.
 PASSED = Mark()
 
@@ -301,7 +307,11 @@ class AcceleratorDevice(Device):
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: {error}") from error
+            free, total = self.kind.free_and_total_bytes(self.torch_device.index)
+            raise DeviceMemoryError(
+                f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: {free / GIB:.3f} of its {total / GIB:.3f} GiB "
+                "are free"
+            ) from error
         # The previous user of this memory freed it in the order of the thread's current stream, which our
         # streams know nothing about. In deterministic mode PyTorch also fills the buffer on that stream.
         allocated = torch.accelerator.current_stream(self.torch_device).record_event()

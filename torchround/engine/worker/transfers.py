@@ -73,9 +73,8 @@ class BundleTransfer:
         self._board = worker.board
         self._pieces = deque(pieces)
         self._done = 0  # elements of the first piece
-        self.remaining = sum(
-            piece.source.numel() for piece in self._pieces
-        )  # elements that are not enqueued yet
+        # Elements that are not enqueued yet.
+        self.remaining = sum(piece.source.numel() for piece in self._pieces)
 
     def advance(self, windows: int = 1, waits: bool = False) -> None:
         """Enqueue what is left, or an equal part of it for each of so many transfer windows.
