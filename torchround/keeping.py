@@ -45,29 +45,10 @@ def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
     """
     if torch.compiler.is_dynamo_compiling():
         return function(*args)
-    if _thread.mark is None:
-        return _run_part(name, function, args)
-    _thread.mark(name)
-    result = _run_part(name, function, args)
-    _thread.mark(name)
-    return result
-
-
-def _run_part(name: str, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
     active = _thread.active
     if active is None or name not in active.names:
         return function(*args)
     return cast(Result, active.run(name, function, args))
-
-
-@contextmanager
-def marking(mark: Callable[[str], None]) -> Iterator[None]:
-    """Call `mark(name)` before and after each part that layers run inside, on this thread; compiled layers have none."""
-    _thread.mark = mark
-    try:
-        yield
-    finally:
-        _thread.mark = None
 
 
 def passing(function: Callable[..., Result], *args: Any) -> Result:
@@ -197,7 +178,6 @@ class _Thread(threading.local):
     # The mode of the recording or replay that runs, and the same while a part of it runs.
     active: "_PartMode | None" = None
     mode: "_PartMode | None" = None
-    mark: Callable[[str], None] | None = None
     reads_output: bool = True
 
 

@@ -14,7 +14,8 @@ import torch
 from tests.support.faults import Unordered
 from tests.support.scheduled_run import Outcome, ShortRun, execute, hurried, scheduled, starved
 from tests.support.toy import watched
-from torchround.engine.device import AcceleratorDevice, DeviceWatcher, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, BOUNDED
 
@@ -77,7 +78,7 @@ EXACT = {
 }
 
 
-class Seen(DeviceWatcher):
+class Seen(Observer):
     """The places that the devices of a run pass."""
 
     def __init__(self):

@@ -50,7 +50,7 @@ def test_all_threads_that_ask_first_get_the_same_value():
     def ask(own):
         for number in range(200):
             barrier.wait(60)
-            own.append(values.at(number))
+            own.append(values[number])
 
     threads = [threading.Thread(target=ask, args=(own,)) for own in found]
     for thread in threads:

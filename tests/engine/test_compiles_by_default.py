@@ -14,7 +14,6 @@ from torchround import accelerators
 from torchround.accelerators import AcceleratorKind
 from torchround.commands.doctor import compiler_text
 from torchround.config import EngineTable, TrainingTable
-from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
@@ -42,14 +41,6 @@ def test_auto_compiles_layers_on_kinds_that_inductor_writes_code_for(compiling_k
 
     assert compiles("auto", "cpu") and compiles("auto", "cuda") and not compiles("auto", "npu")
     assert not compiles(False, "cpu") and compiles(True, "npu")
-
-
-def test_kinds_that_inductor_writes_no_code_for_run_layers_as_they_are_with_one_warning(caplog):
-    model = toy_model()
-    compiler = LayerCompiler(model)
-    with accelerators.as_if_on("npu"):
-        assert all(compiler.compiled(i, model.layers[i], Board()) is model.layers[i] for i in (1, 2))
-    assert caplog.text.count("no layer can be compiled") == 1
 
 
 def test_doctor_compiles_a_kernel(monkeypatch):

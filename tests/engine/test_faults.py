@@ -8,7 +8,8 @@ import torch
 from tests.support import toy
 from tests.support.faults import UPLOADED, Bomb, PlantedError, armed, copied, engine_threads, this_thread, wait_until
 from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_model, toy_store, train, watched
-from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.update import Updater
@@ -150,7 +151,7 @@ class FailedEvent:
         return True
 
 
-class FailingEvents(DeviceWatcher):
+class FailingEvents(Observer):
     def __init__(self, thread, left):
         self.thread, self.left = thread, left
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.support import toy
 from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, train, watched
-from torchround.engine.device import DeviceWatcher, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import Stream
 from torchround.engine.errors import EngineUsageError
 from torchround.planning.partition import Partition
 
@@ -21,7 +22,7 @@ def trained(model, **settings):
     return losses, engine.store.named_views()
 
 
-class Copies(DeviceWatcher):
+class Copies(Observer):
     """The copies of activations of all devices: the bytes that each stream moved, and when each was enqueued."""
 
     def __init__(self):
@@ -107,7 +108,7 @@ class KeepsNothing(ToyBlock):
     ("block", "says"),
     [
         (DeclaresLess, "recorded 4608 bytes to keep of a micro-batch, but 256 were counted"),
-        (KeepsNothing, "recorded nothing to keep of a micro-batch"),
+        (KeepsNothing, "recorded 0 bytes to keep of a micro-batch, but 4608 were counted"),
     ],
 )
 def test_a_layer_that_does_not_record_what_it_declared_is_recomputed_with_one_warning(caplog, block, says):

@@ -5,11 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support import toy
-from tests.support.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_engine, toy_model
-from torchround.engine.device import CpuDevice
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine
 from torchround.engine.reports import Span, SpanKind, StageReport, costs_from_reports
-from torchround.keeping import keep
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.partition import Stage, StageKind, StageTask
 
@@ -34,49 +31,6 @@ class At:
 
     def seconds_since(self, earlier):
         return self.seconds - earlier.seconds
-
-
-@pytest.mark.parametrize("kept", [(), toy.KEPT["all"]], ids=["nothing", "all"])
-def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
-    """`down` of block 2 takes 30 ms by the device's clock, its other part nothing. Replayed parts are no samples."""
-    under_way, clock = [], [0.0]
-
-    class ClockedDevice(CpuDevice):
-        def mark(self, stream):
-            return At(clock[0])
-
-    def part(name, function, *args):
-        def slow(*args):
-            clock[0] += 0.03 if name == "down" and under_way == [2] else 0.0
-            return function(*args)
-
-        return keep(name, slow, *args)
-
-    class Block(ToyBlock):
-        def __init__(self, position):
-            super().__init__()
-            self.position = position
-
-        def forward(self, hidden, micro_batch):
-            under_way[:] = [self.position]
-            return super().forward(hidden, micro_batch)
-
-    monkeypatch.setattr("tests.support.toy.keep", part)
-    model = toy_model()
-    model = replace(model, layers=(model.layers[0], *(Block(layer) for layer in range(1, 6)), model.layers[6]))
-    parts = (KeptCost("gate_up", 8, 0.5), KeptCost("down", 8, 0.25), KeptCost("qkv", 8, 0.1))
-    counted = Costs(tuple(replace(layer, keepable=parts) for layer in COUNTED.layers)).keeping(kept)
-    partition = PARTITIONS["forward coarser"]
-    settings = {"kept": kept, "times_layers": True, "wrap": lambda device: ClockedDevice(0)}
-    with toy_engine(partition, 1, model=model, **settings) as engine:
-        result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
-        engine.step(1e-2)
-        costs = costs_from_reports(counted, result.reports())
-    up, down, other = costs.layers[2].keepable
-    assert (up.seconds, down.seconds) == pytest.approx((0.0, 0.03))
-    seconds = [layer.forward_s for layer in costs.layers]
-    assert seconds == pytest.approx([0, 0, 0.03, 0, 0, 0, 0])
-    assert other.seconds == pytest.approx(0.1 * costs.layers[2].forward_s)  # no such part: the counted share
 
 
 def test_bytes_names_and_the_heads_proportion_stay_as_counted():

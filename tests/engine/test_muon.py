@@ -17,7 +17,8 @@ from tests.support.toy import (
     watched,
 )
 from torchround.config.optimizer_tables import MuonTable
-from torchround.engine.device import DeviceWatcher, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.reports import SpanKind
 from torchround.engine.store.bundles import ASYNC, SYNC
@@ -56,7 +57,7 @@ def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_
     assert_same_state(store.named_views(), before)
 
 
-class DownloadedBytes(DeviceWatcher):
+class DownloadedBytes(Observer):
     """The bytes of gradients and directions that leave devices, by the step that a trace shows them in."""
 
     def __init__(self):

@@ -10,7 +10,8 @@ import pytest
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.toy import KEPT, OPTIMIZER, PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.config import TraceTable
-from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.tracing import StepTraces
@@ -189,7 +190,7 @@ def test_a_profiler_that_cannot_record_all_threads_is_used_without_them_with_a_w
     assert "no operators of the devices' threads" in caplog.text
 
 
-class NextStepComputes(DeviceWatcher):
+class NextStepComputes(Observer):
     """Says when a device has computed something of the step after the traced one."""
 
     def __init__(self):
@@ -210,7 +211,7 @@ def test_an_async_trace_shows_the_next_step_computing_before_this_ones_update(tm
     assert next_us < min(span["start"] for span in own(spans, "update"))
 
 
-class TracedStepComputes(DeviceWatcher):
+class TracedStepComputes(Observer):
     """Holds the last gradients of the step before the traced one, which computes meanwhile."""
 
     def __init__(self):

@@ -28,11 +28,11 @@ from tests.support.faults import (
 )
 from tests.support.toy import planted_model, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.board import Board, Observer, Value
-from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent, Stream
+from torchround.engine.device import PASSED, CpuDevice, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.passes import BOUNDARY, BOUNDARY_GRADIENT, KEPT, LOSS, STAGE_ENQUEUED, UPDATED, Pass
 from torchround.engine.tasks import Access
-from torchround.engine.watchdog import LOOKS, QueueWatch, Watchdog
+from torchround.engine.watchdog import LOOKS, Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB
 
 __all__ = ["brief_joins", "over", "planted"]
@@ -97,8 +97,6 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(planted, 
     [blocked] = [line for line in lines if ", in wait" in line or "is in wait" in line]
     place = rf"device cpu:\d, {stage} stage \(.*block\.\d.*\), micro-batch \d"
     assert re.match(rf"torchround cpu:\d: in {place}: .* called by .*\(.*test_watchdog", blocked)
-    [queue] = [line for line in lines if line.startswith("  its ")]
-    assert re.match(rf"  its compute queue is inside an operation of {place}", queue)
     assert any(line.startswith("torchround optimizer: waits for ") for line in lines)
     assert "still inside a computation" in str(error), "the message says which thread could not be ended"
     assert store.step == step and store.is_consistent
@@ -187,7 +185,7 @@ class StuckEvent:
         return self._over.is_set()
 
 
-class StuckQueue(DeviceWatcher):
+class StuckQueue(Observer):
     """Stops a queue, like a GPU's, at its `after`-th event while its device's thread still enqueues."""
 
     def __init__(self, stream, after, event):
@@ -198,7 +196,7 @@ class StuckQueue(DeviceWatcher):
         return self.event if stream is self.stream and self.left < 0 else event
 
     def waits(self, device, stream, event, what):
-        return PastEvent()  # like a GPU, enqueues the wait and returns
+        return PASSED  # like a GPU, enqueues the wait and returns
 
 
 class StuckDevice(CpuDevice):
@@ -248,7 +246,7 @@ def look(watchdog):
 
 def test_one_thing_that_moves_between_two_looks_is_enough():
     board, device = Board(), CpuDevice(0)
-    watchdog = Watchdog(board, [SimpleNamespace(device=device, state=lambda: None)], [], 1e9)
+    watchdog = Watchdog(board, [SimpleNamespace(device=device)], [], 1e9)
     memory = device.allocate(1)
     for move in (
         lambda: board.post(Value(UPDATED, 0), None),
@@ -266,18 +264,17 @@ def test_events_that_a_device_passes_count_as_movement():
     """A thread that has enqueued everything is silent while its device still works."""
     passed = threading.Event()
     device = watched(CpuDevice(0), StuckQueue(Stream.COMPUTE, 0, StuckEvent(passed, threading.Event())))
-    queues = QueueWatch(device, lambda: None)
     device.record(Stream.COMPUTE)
-    before = queues.moves()
-    assert [stream for stream, *_ in queues.unfinished()] == [Stream.COMPUTE] and queues.moves() == before
+    before = device.moves()
+    assert [stream for stream, *_ in device.unfinished()] == [Stream.COMPUTE] and device.moves() == before
     passed.set()
-    assert queues.moves() == before + 1 and list(queues.unfinished()) == []
+    assert device.moves() == before + 1 and list(device.unfinished()) == []
 
 
 def test_the_watch_of_a_queue_that_is_far_behind_keeps_no_pass():
     """Otherwise it would keep all values of passes that are done."""
 
-    class Behind(DeviceWatcher):
+    class Behind(Observer):
         def recorded(self, device, stream, event, what):
             return SimpleNamespace(synchronize=lambda: None, query=lambda: this_thread() == "MainThread")
 
@@ -307,14 +304,13 @@ def test_the_thread_that_launches_kernels_asks_for_few_of_its_events():
             return number <= passed[0]
 
     device = Numbered(0)
-    queues = QueueWatch(device, lambda: None)
     for number in range(1000):
         passed[0] = max(0, number - 10)
         device.record(Stream.COMPUTE)
     assert 0 < asked[0] < 200
-    before = queues.moves()
+    before = device.moves()
     passed[0] = 1000
-    assert before == 1989 and queues.moves() == 2000 and list(queues.unfinished()) == []
+    assert before == 1989 and device.moves() == 2000 and list(device.unfinished()) == []
 
 
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():

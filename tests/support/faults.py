@@ -12,7 +12,7 @@ import torch
 
 from torchround.engine import engine as controller
 from torchround.engine.board import Board, Observer
-from torchround.engine.device import CpuDevice, DeviceWatcher, PastEvent
+from torchround.engine.device import PASSED, CpuDevice
 from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS, Access, Task
 from torchround.engine.watchdog import Watchdog
 
@@ -30,7 +30,7 @@ class PlantedExit(BaseException):
     """An exception that `except Exception` does not catch."""
 
 
-class Bomb(Observer, DeviceWatcher):
+class Bomb(Observer):
     """An exception that is raised at the `hit`-th chance at a place; without one, a delay at every chance.
 
     Of several devices, a delay slows the second one alone. If the exception `stays`, it is raised again at each later
@@ -117,7 +117,7 @@ def before(patch, owner, name, bomb, when=lambda *_, **options: True):
 # Faults of order.
 
 
-class Unordered(DeviceWatcher):
+class Unordered(Observer):
     """A place that orders nothing: there is "no wait", or an "empty event", or the "stale event" of the time before.
 
     It comes last of a device's watchers. `times` counts how often it came to effect.
@@ -131,14 +131,14 @@ class Unordered(DeviceWatcher):
         if self.kind == "no wait" or what != self.place:
             return event
         self.times += 1
-        stale, self._before[device.name] = self._before.get(device.name, PastEvent()), event
-        return stale if self.kind == "stale event" else PastEvent()
+        stale, self._before[device.name] = self._before.get(device.name, PASSED), event
+        return stale if self.kind == "stale event" else PASSED
 
     def waits(self, device, stream, event, what):
         if self.kind != "no wait" or what != self.place:
             return event
         self.times += 1
-        return PastEvent()
+        return PASSED
 
 
 # Hangs: a blocked thread stays so until the test is over, and no watchdog looks before it blocks.

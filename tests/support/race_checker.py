@@ -17,7 +17,7 @@ from typing import Literal
 from torch import Tensor
 
 from torchround.engine.board import Observer
-from torchround.engine.device import Device, DeviceWatcher, Event, Stream
+from torchround.engine.device import Device, Event, Stream
 from torchround.engine.tasks import Task
 
 Clock = dict[str, int]
@@ -58,7 +58,7 @@ class Entry:
     writes: tuple[Region, ...] = ()
 
 
-class AccessLog(Observer, DeviceWatcher):
+class AccessLog(Observer):
     """The log of one engine run: an observer of its host hand-overs and a watcher of its devices, in causal order."""
 
     def __init__(self) -> None:

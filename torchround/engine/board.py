@@ -1,11 +1,9 @@
 """The board: where threads of an engine wait for each other, the values and jobs that they pass on, and the first fault.
 
-A `Flag` is something that happens once: a value that is made, a use of memory that ends (`tasks.py`). The pass or the
-task that it belongs to holds it, so nothing has to be forgotten.
+A `Flag` is something that happens once: a value that is made, a use of memory that ends (`tasks.py`).
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,18 +12,17 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.device import Event
+from torchround.engine.device import Device, Event, Stream
 from torchround.engine.errors import PipelineError, Stopped
 
 T = TypeVar("T")
 
-COMPILE_LIMIT_S = 1800.0  # a compilation that takes longer counts as a hang
 LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for the layer gate
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Flag:
-    """Something that happens once. Threads wait for it by `Board.wait_for`."""
+    """Something that happens once."""
 
     happened: bool = field(default=False, init=False)
     wakers: list[threading.Event] = field(default_factory=list, init=False)
@@ -49,24 +46,25 @@ class Value(Flag, Generic[T]):
         return self.kind.format(*self.numbers)
 
 
-class Values(Generic[T]):
+class Values(dict[tuple[int, ...] | int, Value[T]]):
     """Values of one kind, by the numbers that follow `first`. Each is created when a thread first asks for it."""
 
     def __init__(self, kind: str, *first: int) -> None:
+        super().__init__()
         self._kind = kind
         self._first = first
-        self._values: dict[tuple[int, ...], Value[T]] = {}
 
-    def at(self, *numbers: int) -> Value[T]:
-        found = self._values.get(numbers)
+    def __missing__(self, key: tuple[int, ...] | int) -> Value[T]:
+        numbers = key if isinstance(key, tuple) else (key,)
         # `setdefault` is atomic, so all threads get the same value.
-        return found or self._values.setdefault(numbers, Value(self._kind, *self._first, *numbers))
+        return self.setdefault(key, Value(self._kind, *self._first, *numbers))
 
 
 class Observer:
-    """A witness of what threads post and see posted, and of host accesses to memory, in an order consistent with causality.
+    """A witness of what threads post and see posted, of host accesses to memory, and of what devices enqueue.
 
-    This one ignores what it sees; the race checker's log is a subclass. A token is a `Flag` or a buffer of the pool.
+    The order is consistent with causality. A token is a `Flag` or a buffer of the pool. A device's thread calls the last
+    four methods, if the observer is one of `Device.watchers`, from before a thread drives the device to `Device.release`.
     """
 
     def posted(self, token: object) -> None: ...
@@ -74,6 +72,27 @@ class Observer:
     def waited(self, token: object) -> None: ...
 
     def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
+
+    def begins(
+        self,
+        device: Device,
+        stream: Stream,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        copied_bytes: int,
+    ) -> None:
+        """See an operation before the device enqueues it. `copied_bytes` is 0 for a computation."""
+
+    def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
+        """See that the device has enqueued the operation. Not called for an operation that raised."""
+
+    def recorded(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
+        """See a recorded event. Returns the event to use in its place."""
+        return event
+
+    def waits(self, device: Device, stream: Stream, event: Event, what: str) -> Event:
+        """See that a stream will wait for `event`. Returns the event that the device knows: undoes `recorded`."""
+        return event
 
 
 class Board:
@@ -227,16 +246,16 @@ class LayerGate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside: set[int] = set()  # threads that run layers
-        self._compiles = False
-        self.compiles_until_s = 0.0  # by the monotonic clock; a thread that compiles moves until then
+        self._is_closed = False
+        self.compiles = False  # for the watchdog: a thread that compiles, alone by now, moves
 
     @contextmanager
     def entered(self, board: Board) -> Iterator[None]:
         """Run layers in the block, forward or backward. Raises `Stopped` if the engine stops before."""
         thread = threading.get_ident()
         with self._changed:
-            if self._compiles:
-                self._wait(board, "waits for a layer to be compiled", lambda: not self._compiles)
+            if self._is_closed:
+                self._wait(board, lambda: not self._is_closed)
             self._inside.add(thread)
         try:
             yield
@@ -254,23 +273,22 @@ class LayerGate:
             # Otherwise two threads that want to compile would wait for each other.
             self._inside.discard(thread)
             self._changed.notify_all()
-            self._wait(board, "waits for a layer to be compiled", lambda: not self._compiles)
-            self._compiles = True  # no thread enters from now on
+            self._wait(board, lambda: not self._is_closed)
+            self._is_closed = True  # no thread enters from now on
         try:
             with self._changed:
-                self._wait(board, "waits until no thread runs a layer", lambda: not self._inside)
-            self.compiles_until_s = time.monotonic() + COMPILE_LIMIT_S
+                self._wait(board, lambda: not self._inside)
+            self.compiles = True
             yield
         finally:
-            self.compiles_until_s = 0.0
+            self.compiles = False
             with self._changed:
-                self._compiles = False
-                if was_inside:
-                    self._inside.add(thread)
+                self._is_closed = False
+                self._inside |= {thread} if was_inside else set()
                 self._changed.notify_all()
 
-    def _wait(self, board: Board, what: str, condition: Callable[[], bool]) -> None:
-        with nullcontext() if condition() else board.waits(what):
+    def _wait(self, board: Board, condition: Callable[[], bool]) -> None:
+        with board.waits("waits for a layer to be compiled, or for threads that run layers"):
             while not condition():
                 board.raise_if_stopped()
                 self._changed.wait(LOCK_POLL_S)

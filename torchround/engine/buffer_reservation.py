@@ -17,15 +17,8 @@ from torchround.engine.device import Device
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import Packing
-from torchround.keeping import KeptActivationError
 from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
-from torchround.planning.host_buffers import (
-    LOSS_BYTES,
-    HeldPass,
-    kept_cuts,
-    most_buffers,
-    whole_pages,
-)
+from torchround.planning.host_buffers import LOSS_BYTES, HeldPass, kept_cuts, most_buffers, whole_pages
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.partition import (
     KeptNames,
@@ -46,8 +39,7 @@ class ValueSizes:
 
     A layer counts them by its `work`, or the model gives them; other boundaries are measured in the first pass of a shape.
     `measured` grows with each one that turned out larger than it was known, so that buffers are reserved anew. Any thread
-    may call these methods. `kept_names` are the parts that each layer keeps, without layers that keep nothing; `compiles`
-    says that layers run compiled on devices of this `kind`.
+    may call these methods. `kept_names` are the parts that each layer keeps, if any.
     """
 
     def __init__(
@@ -65,8 +57,8 @@ class ValueSizes:
         self._kept: dict[tuple[int, torch.Size], int] = {}
         self._lock = threading.Lock()
 
-    def knows(self, cut: int, shape: torch.Size) -> bool:
-        """Tell whether the bytes of a boundary are declared or measured. Notes declared ones."""
+    def boundary(self, cut: int, shape: torch.Size) -> int:
+        """Count the bytes of the input of layer `cut`, or of the model's output; 0 if they are not known yet."""
         if (cut, shape) not in self._boundaries:
             work = getattr(self._model.layers[cut - 1], "work", None)
             nbytes: int | None = None
@@ -75,13 +67,9 @@ class ValueSizes:
             elif work is not None and cut < self.num_layers:  # the last layer's work is that of a loss
                 nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
             if nbytes is None:
-                return False
+                return 0
             self._boundaries.setdefault((cut, shape), nbytes)
-        return True
-
-    def boundary(self, cut: int, shape: torch.Size) -> int:
-        """Count the bytes of the input of layer `cut`, or of the model's output; 0 if they are not known yet."""
-        return self._boundaries[cut, shape] if self.knows(cut, shape) else 0
+        return self._boundaries[cut, shape]
 
     def met(self, cut: int, shape: torch.Size, nbytes: int) -> int:
         """Note a boundary of `nbytes`. Returns the bytes of the buffer for it, which those of a shape share."""
@@ -104,37 +92,24 @@ class ValueSizes:
         return self._kept[layer, shape]
 
     def buffer_for_kept(self, layer: int, shape: torch.Size, recorded: Packing) -> int | None:
-        """Choose the bytes of the buffer for what a layer has recorded; None if it is to be recomputed.
-
-        Raises `KeptActivationError` for a layer that declares no work and has recorded nothing: no count misleads it.
-        """
-        counted_bytes = self.kept(layer, shape)
-        if not hasattr(self._model.layers[layer], "work"):
-            # Compiled layers record by code that a compiler may refuse, so they are recomputed.
-            if recorded.tensors or self._compiles:
-                return recorded.nbytes if recorded.tensors else None
-            raise KeptActivationError(
-                f"layer {self._model.names[layer]} is to keep {', '.join(self.kept_names[layer])}, but it names no such "
-                "part by torchround.keeping.keep; leave the layer out of the settings' kept"
-            )
-        if recorded.tensors and recorded.nbytes <= counted_bytes:
-            return counted_bytes
-        if (counted_bytes or recorded.nbytes) and not self._has_warned:
+        """Choose the bytes of the buffer for what a layer has recorded; None if it is to be recomputed."""
+        counted_bytes, declares = self.kept(layer, shape), hasattr(self._model.layers[layer], "work")
+        if recorded.tensors and (not declares or recorded.nbytes <= counted_bytes):
+            return counted_bytes if declares else recorded.nbytes
+        if (counted_bytes or recorded.nbytes or not declares) and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "layer %s recorded %s to keep of a micro-batch, but %d were counted. It is recomputed instead, as are "
+                "layer %s recorded %d bytes to keep of a micro-batch, but %d were counted. It is recomputed instead, as are "
                 "others like it: losses are the same, and steps are as long as if it kept nothing",
-                self._model.names[layer],
-                f"{recorded.nbytes} bytes" if recorded.nbytes else "nothing",
-                counted_bytes,
+                *(self._model.names[layer], recorded.nbytes, counted_bytes),
             )
         return None
 
 
 def kept_whole(work: LayerWork) -> LayerWork:
-    """Count the work of a layer that keeps all that its compiled code returns, or nothing.
+    """Count the work of a layer that keeps all that its compiled code returns: its output and what its backward reads.
 
-    That is its output and what its backward reads. The layer's last part includes what its other parts do not count.
+    The layer's last part includes what its other parts do not count.
     """
     if not work.keepable:
         return work
@@ -240,41 +215,26 @@ class BufferReservation:
         return True
 
     def reserve_run(
-        self,
-        shapes: Sequence[tuple[int, int]],
-        partition: Partition,
-        rounds: int,
-        step: int,
-        validates: bool,
+        self, shapes: Sequence[tuple[int, int]], partition: Partition, rounds: int, step: int, validates: bool
     ) -> tuple[PassShape, ...]:
         """Reserve the buffers of all passes from training step `step` on.
 
         Steps have micro-batches of these `[B, T]`. If the run `validates`, evaluations of as many come between.
         Returns the shapes, which devices prepare for. Raises `HostMemoryError`.
         """
-        count = len(shapes)
+        count, devices = len(shapes), self._num_devices
         integer_bytes = [INTEGER_TENSORS * aligned(8 * batch * tokens) for batch, tokens in shapes]
         batch = list(map(torch.Size, shapes)), integer_bytes, self.store.stale_layers
-        tasks = step_tasks(partition, count, min(rounds, count), self._num_devices)
+        tasks = step_tasks(partition, count, min(rounds, count), devices)
         training = PassShape.of(tasks, *batch, training=True, step=step)
         self.reserve_for(training, None)
         if not validates:
             return (training,)
-        tasks = evaluation_tasks(partition, count, self._num_devices)
+        tasks = evaluation_tasks(partition, count, devices)
         evaluation = PassShape.of(tasks, *batch, training=False, step=step + 1)
-        self.reserve_for(evaluation, training)
-        self.reserve_for(evaluation, evaluation)
-        self.reserve_for(training, evaluation)
+        for this, before in ((evaluation, training), (evaluation, evaluation), (training, evaluation)):
+            self.reserve_for(this, before)
         return training, evaluation
-
-    def knows_all(self, shape: PassShape) -> bool:
-        """Tell whether all sizes of a pass are known, or will not come."""
-        cuts = shape.cuts | ({self._values.num_layers} if shape.gives_outputs else set())
-        return all(self._values.knows(cut, one) for cut in cuts for one in set(shape.shapes))
-
-    def _output(self, this: PassShape, shape: torch.Size) -> int:
-        # A loss has buffers of its own.
-        return whole_pages(self._values.boundary(self._values.num_layers, shape)) if this.gives_outputs else 0
 
     def _stand_in_for_shorter(self, this: PassShape) -> None:
         """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
@@ -303,6 +263,8 @@ class BufferReservation:
         for held in (before, this):
             needed.update(held.integer_bytes)
             needed[LOSS_BYTES] += len(held.shapes)
-            needed.update(self._output(held, shape) for shape in held.shapes)
+            if held.gives_outputs:
+                outputs = (self._values.boundary(self._values.num_layers, shape) for shape in held.shapes)
+                needed.update(map(whole_pages, outputs))
         del needed[0]
         return needed + self._always

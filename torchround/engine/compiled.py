@@ -9,15 +9,12 @@ Forward stages, recomputations and fused stages run the very same forward code. 
 round differently, and results would depend on the plan.
 
 A compiled layer keeps everything that its compiled forward returns, or nothing: its output, and all tensors that its
-compiled backward reads. The same compiled backward reads them, whichever call made them, so results have the same bits
-by construction. Returned inputs, such as weights, and views of them stay where they are. Others share memory with each
-other, for example query, key and value cut from one product. Such memory is kept once.
+compiled backward reads. The same backward reads them, whichever call made them. Returned inputs, such as weights, and
+views of them stay where they are. Others may share memory, which is kept once.
 """
 
 import copy
 import logging
-import shutil
-import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,25 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from torchround import keeping
-from torchround.accelerators import kind_of
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
-from torchround.optim.kernel import cxx_compiler, keep_inductor_private
+from torchround.optim.kernel import keep_inductor_private
 
 logger = logging.getLogger(__name__)
-
-COST = (
-    "run uncompiled: equal except for rounding, but slower, because each elementwise step goes through memory"
-)
 
 
 class LayerCompiler:
     """The compiled kinds of one model. Successive engines may share it. `backend` is one of `torch.compile`'s.
 
-    If compiling `is_required`, a device that runs out of memory meanwhile ends the run. Otherwise the layers run
-    uncompiled then.
+    If compiling `is_required`, micro-batches of other types than `MicroBatch` are refused.
     """
 
     def __init__(self, model: LayeredModel, backend: str = "inductor", is_required: bool = True) -> None:
@@ -53,8 +44,6 @@ class LayerCompiler:
         self.is_required = is_required
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
-        self._looking = threading.Lock()
-        self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             # Only the last layer may compute something else without gradients, so it shares no code with the others.
             code = index == len(model.layers) - 1, _structure(layer)
@@ -65,17 +54,12 @@ class LayerCompiler:
             kind.layer_names.append(name)
             self._kind_of.append(kind)
 
-    @property
-    def setting(self) -> str:
-        """The setting that layers are compiled for, as the config has it."""
-        return "engine.compile = true" if self.is_required else 'engine.compile = "auto"'
-
     def compiled(self, index: int, layer: nn.Module, board: Board) -> LayerCall:
         """Compile layer `index` of the model, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         device = parameters[0].device.type if parameters else None
-        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device)):
+        if device is not None and runs_fused(layer, device):
             return layer
         if next(layer.buffers(), None) is not None:
             return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
@@ -100,26 +84,9 @@ class LayerCompiler:
 
         return call
 
-    def _compiles_for(self, device: str) -> bool:
-        """Look for a compiler for this type of device. Warns once if there is none."""
-        with self._looking:
-            if device not in self._compiles:
-                missing = None
-                if self.backend == "inductor" and device != "cpu":
-                    missing = kind_of(device).missing_compiler()
-                elif self.backend == "inductor" and shutil.which(cxx_compiler()) is None:
-                    missing = f"there is no C++ compiler {cxx_compiler()!r}; set CXX to another"
-                if missing is not None:
-                    logger.warning("%s: no layer can be compiled (%s); they %s", self.setting, missing, COST)
-                self._compiles[device] = missing is None
-        return self._compiles[device]
-
 
 class LayerKind:
-    """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred.
-
-    `code` is whether they are the model's last layer, and their structure.
-    """
+    """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
     def __init__(self, compiler: LayerCompiler, layer: nn.Module, code: tuple[bool, object]) -> None:
         self.code = code
@@ -178,34 +145,24 @@ class LayerKind:
     def _compile(
         self, key: object, shape: "CompiledShape", micro_batch: MicroBatch, tensors: list[Tensor]
     ) -> None:
-        """Compile by running once. If that fails, the kind runs uncompiled from now on.
-
-        An error of the layer itself is raised again there.
-        """
+        """Compile by running once. If that fails, the kind runs uncompiled from now on, and raises errors of its own there."""
         try:
             shape.rehearse(micro_batch, tensors)
             self.shapes[key] = shape
-        except Exception as error:  # compilers raise whatever they like
-            # If the user did not ask for compiled layers: uncompiled ones hold less memory at once.
-            if self._compiler.is_required and isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-                raise
+        except Exception as error:  # noqa: BLE001  (compilers raise anything)
             self._given_up = True
             [first, *others] = self.layer_names
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             logger.warning(
-                "%s: %s cannot be compiled (%s: %s) and %s",
-                self._compiler.setting,
+                "engine.compile: %s cannot be compiled (%s: %s) and run uncompiled: equal except for rounding, but slower, "
+                "because each elementwise step goes through memory",
                 f"{first} .. {others[-1]}" if others else first,
                 type(error).__name__,
                 (lines or ["no reason given"])[0][:300],
-                COST,
             )
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
-        """Make a function of tensors of the layer, with a code object of its own.
-
-        Dynamo limits the number of compilations for each code object, so shapes must not share one.
-        """
+        """Make a function of tensors of the layer. Dynamo limits the compilations of a code object, so each has its own."""
         layer, paths = self._prototype, self.paths
 
         def run_layer(tensors: list[Tensor], integers: tuple[Tensor, ...], facts: dict[str, Any]) -> Hidden:
@@ -261,7 +218,6 @@ class CompiledShape:
         outputs, structure = flatten(output)
         if structure not in (SINGLE, FLAT):
             raise TypeError("it returns a nested value; compiled code returns a tensor or a tuple of tensors")
-        # Device threads share this object; every one of them writes the same value here.
         self._single = structure is SINGLE
         return inner, outputs
 
@@ -281,10 +237,7 @@ class CompiledShape:
 
 
 class _Run(torch.autograd.Function):
-    """The step from the caller's autograd graph into compiled code and back.
-
-    It keeps the caller's leaves, which may hold gradients already, out of what is compiled.
-    """
+    """The step from the caller's graph, whose leaves may hold gradients already, into compiled code and back."""
 
     @staticmethod
     def forward(
@@ -356,7 +309,14 @@ class KeptForward:
         """
         record, memory = keeping.whole_record(KEEPABLE), keeping.whole_replay()
         if memory:
-            return self._rebuilt(inputs, memory)
+            assert self._form is not None, "the rehearsal comes first, and does not replay"
+            values, sizes = self._form
+            if (found := [piece.nbytes for piece in memory]) != sizes:
+                raise keeping.KeptActivationError(
+                    f"a compiled layer got kept tensors of {found} bytes; its code returns {sizes}"
+                )
+            sources = [*inputs, *memory]
+            return [v.view_of(sources[v.source]) if isinstance(v, ReturnedTensor) else v for v in values]
         if record is None and self._form is not None:
             return self._code(inputs)
         given = list(inputs)
@@ -370,25 +330,11 @@ class KeptForward:
             record.tensors.extend(pieces)
         return returned
 
-    def _rebuilt(self, inputs: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
-        assert self._form is not None, "the rehearsal comes first, and does not replay"
-        values, sizes = self._form
-        found = [piece.nbytes for piece in memory]
-        if found != sizes:
-            raise keeping.KeptActivationError(
-                f"a compiled layer got kept tensors of {found} bytes; its code returns {sizes}"
-            )
-        sources = [*inputs, *memory]
-        return [
-            one.view_of(sources[one.source]) if isinstance(one, ReturnedTensor) else one for one in values
-        ]
-
 
 def _put_in_front(outputs: Sequence[Tensor]) -> bool:
-    """Put a `KeptForward` in front of the compiled code that made these outputs. Return whether it was not there before.
+    """Put a `KeptForward` in front of the compiled code that made these outputs, unless it is there. Returns whether it does.
 
-    The code is an attribute of the autograd function that PyTorch made for it, also if the code comes from the compiler's
-    cache. A compiler without such a function keeps nothing.
+    The code is an attribute of the autograd function that PyTorch made for it. A compiler without one keeps nothing.
     """
     for output in outputs:
         function = getattr(type(output.grad_fn), "_forward_cls", None)
@@ -426,10 +372,8 @@ def _split(inputs: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Any], l
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Find the address of a tensor's first byte, and the one behind its last byte."""
-    if tensor.numel() == 0:
-        return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * bool(tensor.numel())
 
 
 def _as_data(fact: int | Tensor | None) -> Tensor | None:

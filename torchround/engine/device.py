@@ -1,4 +1,4 @@
-"""The device interface, the cpu (virtual) devices and accelerators behind it, and what may watch them.
+"""The device interface, and the cpu (virtual) devices and accelerators behind it.
 
 A cpu device runs every operation at once in the calling thread; an accelerator only enqueues it. Everything that decides
 what waits for what is in code that both share, so the race checker sees on the CPU what an accelerator will do. What
@@ -6,25 +6,32 @@ differs between kinds of accelerators is in `accelerators.py`.
 """
 
 import ctypes
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchround.accelerators import kind_of
-from torchround.engine.errors import DeviceMemoryError, HostMemoryError
+from torchround.engine.errors import DeviceMemoryError, FaultLocation, HostMemoryError
 from torchround.planning.memory import GIB
+
+if TYPE_CHECKING:
+    from torchround.engine.board import Observer
 
 T = TypeVar("T")
 
 # The step of operations that belong to no training step: those of an evaluation.
 NO_STEP = -1
+EVENTS_AT_ONCE = 64  # recorded events between two questions which of them are passed
 
 
 class Stream(Enum):
@@ -44,78 +51,46 @@ UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD)
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both."""
 
-    def synchronize(self) -> None:
-        """Block the calling host thread until the stream has passed this point."""
+    def synchronize(self) -> None: ...
 
-    def query(self) -> bool:
-        """Tell whether the stream has passed this point. A failed device may raise here too."""
-
-
-class PastEvent:
-    """An event that has happened already: the host did the work itself, or a device that runs everything at once."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-_PAST = PastEvent()
+    def query(self) -> bool: ...
 
 
 class Mark:
-    """A point in a stream whose time can be read: the device's own time, or the host's now without an `event`."""
+    """A point in a stream whose time can be read: that of `event`, or the host's now for a point that is passed already."""
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self.event = event
         self._host_s = time.perf_counter()
 
+    def synchronize(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def query(self) -> bool:
+        return self.event is None or self.event.query()
+
     def seconds_since(self, earlier: "Mark") -> float:
-        """Return the seconds between two marks of one device. Waits until the device has passed both."""
+        """Measure the seconds between two marks of one device. Waits until the device has passed both."""
         if self.event is None or earlier.event is None:
             return self._host_s - earlier._host_s
         # The marks may be in two streams, and then either stream may reach its mark last.
-        for event in (earlier.event, self.event):
-            event.synchronize()
+        earlier.synchronize()
+        self.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000.0
 
 
-class DeviceWatcher:
-    """A witness of what a device's thread enqueues, in that thread. A watcher overrides the methods that it needs.
-
-    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`.
-    """
-
-    def begins(
-        self,
-        device: "Device",
-        stream: Stream,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        copied_bytes: int,
-    ) -> None:
-        """See an operation before the device enqueues it. `copied_bytes` is 0 for a computation."""
-
-    def ends(self, device: "Device", stream: Stream, copied_bytes: int) -> None:
-        """See that the device has enqueued the operation. Not called for an operation that raised."""
-
-    def recorded(self, device: "Device", stream: Stream, event: Event, what: str) -> Event:
-        """See a recorded event. Returns the event to use in its place."""
-        return event
-
-    def waits(self, device: "Device", stream: Stream, event: Event, what: str) -> Event:
-        """See that a stream will wait for `event`. Returns the event that the device knows: undoes `recorded`."""
-        return event
+# The point after work of the host itself, or of a device that runs everything at once.
+PASSED = Mark()
 
 
 class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
-    `has_link` says that copies cross a link to the host. `step_of` gives, for each stream, the training step of its
-    newest operations, for watchers. `inside` is the stream of the operation that the thread enqueues just now.
+    `has_link` says that copies cross a link to the host. `step_of` gives, for each stream, the training step of what is
+    enqueued next, or `NO_STEP`, for watchers. `location` is where in the pipeline the device's thread is.
     """
 
     pins_host_memory: bool
@@ -125,16 +100,16 @@ class Device(ABC):
         self.name, self.torch_device = name, torch_device
         self.uploaded_bytes = self.downloaded_bytes = self.num_allocations = 0
         self.num_enqueued = 0  # operations and events
-        self.inside: Stream | None = None
         self.buffers: list[Tensor] = []
         self.step_of = dict.fromkeys(Stream, 0)
-        self.watchers: list[DeviceWatcher] = []
-        # The watchdog's, which needs nothing else: a watcher costs four calls for each operation.
-        self.note_event: Callable[[Stream, Event, str], None] | None = None
-
-    def begin_step(self, step: int, *streams: Stream) -> None:
-        """Note that what is enqueued on these streams from now on belongs to training step `step`, or to `NO_STEP`."""
-        self.step_of.update(dict.fromkeys(streams, step))
+        self.watchers: list[Observer] = []
+        self.location = FaultLocation(f"device {name}")
+        # Events that the queues have not passed as far as is known, with what they announce and the location.
+        self._events: dict[Stream, deque[tuple[Event, str, FaultLocation]]] = {
+            stream: deque() for stream in Stream
+        }
+        self._num_passed = 0
+        self._lock = threading.Lock()  # the device's thread and the watchdog's both forget passed events
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate a uint8 buffer that exists until `free`. Raises `DeviceMemoryError`."""
@@ -173,9 +148,7 @@ class Device(ABC):
         # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
         for watcher in self.watchers:
             watcher.begins(self, stream, reads, writes, copied_bytes)
-        self.inside = stream
         result = self._run(stream, work)
-        self.inside = None
         self.num_enqueued += 1
         for watcher in self.watchers:
             watcher.ends(self, stream, copied_bytes)
@@ -187,8 +160,12 @@ class Device(ABC):
         self.num_enqueued += 1
         for watcher in self.watchers:
             event = watcher.recorded(self, stream, event, what)
-        if self.note_event is not None and not isinstance(event, PastEvent):
-            self.note_event(stream, event, what)
+        if event is not PASSED:
+            events = self._events[stream]
+            events.append((event, what, self.location))
+            # Each question is a call of the driver, in the thread that launches kernels.
+            if len(events) % EVENTS_AT_ONCE == 0:
+                self._forget_passed(events)
         return event
 
     def wait(self, stream: Stream, event: Event, what: str = "") -> None:
@@ -202,18 +179,38 @@ class Device(ABC):
         """Let everything enqueued on `stream` from now on start after everything enqueued on `earlier` so far."""
         self.wait(stream, self.record(earlier, what), what)
 
+    def moves(self) -> int:
+        """Return a count that grows as long as the device or its thread progresses. Any thread may ask."""
+        for events in self._events.values():
+            self._forget_passed(events)
+        return self.num_enqueued + self._num_passed
+
+    def unfinished(self) -> Iterator[tuple[Stream, str]]:
+        """Yield each queue with events that it has not passed, and a description of these."""
+        for stream, events in self._events.items():
+            self._forget_passed(events)
+            if events:
+                _, what, location = events[0]
+                yield stream, f"has not passed {len(events)} event(s), the first one ({what}) of {location}"
+
+    def _forget_passed(self, events: deque[tuple[Event, str, FaultLocation]]) -> None:
+        # A failed device raises where a thread waits for it. Here it only makes no progress.
+        with self._lock, suppress(RuntimeError):
+            # A queue passes its events in their order.
+            passed = bisect_left(events, True, key=lambda entry: not entry[0].query())
+            for _ in range(passed):
+                events.popleft()
+            self._num_passed += passed
+
     def release(self) -> None:
         """Let another engine use the device, whose buffers are free. No watcher stays."""
         self.watchers.clear()
-        self.note_event = None
+        for events in self._events.values():
+            events.clear()
 
     @abstractmethod
     def enter_thread(self) -> None:
         """Prepare the calling thread, which will drive this device."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Block until every stream is idle."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -224,6 +221,9 @@ class Device(ABC):
 
     # A device that enqueues operations overrides the following ones.
 
+    def finish(self) -> None:  # noqa: B027  (a virtual device is always idle)
+        """Block until every stream is idle."""
+
     def mark(self, stream: Stream) -> Mark:
         """Record a timed point after everything enqueued on `stream` so far."""
         return Mark()
@@ -232,7 +232,7 @@ class Device(ABC):
         return work()
 
     def _record(self, stream: Stream) -> Event:
-        return _PAST
+        return PASSED
 
     def _wait(self, stream: Stream, event: Event) -> None:
         # Nothing is enqueued here, so the thread itself waits before it runs the next operation.
@@ -240,7 +240,7 @@ class Device(ABC):
 
 
 class CpuDevice(Device):
-    """A virtual device: a thread with its own count of memory and a limit. Copies do not overlap with compute."""
+    """A virtual device: a thread with a count of its own memory, and maybe a limit."""
 
     pins_host_memory = False
     has_link = False
@@ -254,9 +254,6 @@ class CpuDevice(Device):
         # With several threads the bits of most operations depend on their number: a product may cut its sum, and the
         # ends of an elementwise operation's parts are computed by other instructions than their middles.
         use_threads_here(1)
-
-    def finish(self) -> None:
-        pass
 
     def peak_bytes(self) -> int:
         return self._peak_bytes
@@ -347,10 +344,10 @@ class AcceleratorDevice(Device):
 
 
 def use_threads_here(count: int) -> None:
-    """Run this thread's parallel operations, PyTorch's and compiled ones, with `count` threads.
+    """Run this thread's parallel operations with `count` threads.
 
     `torch.set_num_threads` would change the number for later threads as well, so this calls OpenMP and MKL themselves,
-    after PyTorch has set this thread up. If one of them cannot be found, PyTorch's number stays there.
+    after PyTorch has set this thread up.
     """
     torch.get_num_threads()
     with suppress(OSError):

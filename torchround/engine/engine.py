@@ -24,7 +24,7 @@ import torch
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, ValueSizes
-from torchround.engine.device import Device, PastEvent
+from torchround.engine.device import PASSED, Device
 from torchround.engine.errors import (
     MIXED,
     EngineError,
@@ -332,10 +332,6 @@ class Engine:
             gives_outputs=gives_outputs,
         )
         before = self._under_way[-1].shape if self._under_way else None
-        if before is not None and not self._reservation.knows_all(before):
-            # The previous pass measures them, so that none but a shape's first pass takes memory in its middle.
-            for result in self._under_way:
-                result.wait()
         if tasks and self._reservation.reserve_for(shape, before):
             # Each device allocates now what such passes need, so that later steps allocate nothing.
             for queue in self._queues:
@@ -358,7 +354,7 @@ class Engine:
             self._watchdog.synchronize(event)
         self._board.observer.touched(reads=(), writes=[buffer.memory])
         fill(packing.views(buffer.memory), micro_batch.tensors())
-        return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.rebuild())
+        return HostTensors(buffer, packing, PASSED, readers, micro_batch.rebuild())
 
     def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
         self._under_way.append(StepResult(pass_, tasks, self.pool, self._wait_for, end))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchround.engine.board import Flag, Value, Values
 from torchround.engine.buffer_reservation import PassShape, forward_inputs
-from torchround.engine.device import Event, PastEvent
+from torchround.engine.device import NO_STEP, PASSED, Event
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
@@ -68,7 +68,7 @@ class HostTensors:
         """Copy the tensors, as one of the readers. Waits until they have landed."""
         self.landed.synchronize()
         copies = [view.clone() for view in self.packing.views(self.memory)]
-        self.reader_ends(PastEvent(), pool)
+        self.reader_ends(PASSED, pool)
         return copies
 
 
@@ -141,6 +141,11 @@ class StageJob:
         return self.task.slot
 
     @property
+    def traced_step(self) -> int:
+        # An evaluation has the number of the next training step, whose trace must not show its copies.
+        return self.pass_.step if self.pass_.training else NO_STEP
+
+    @property
     def slots_left(self) -> int:
         stages, rounds = len(self.pass_.shape.stages), len(self.pass_.shape.rounds)
         return rounds * stages - (self.task.round * stages + self.task.stage_index + 1)
@@ -173,7 +178,7 @@ class StepResult:
         self.end = end
         self._results = pass_.results
         self._all_sums = pass_.sums if pass_.share is not None and pass_.share.num_machines > 1 else None
-        self._enqueued = [pass_.reports.at(task.slot) for task in tasks]
+        self._enqueued = [pass_.reports[task.slot] for task in tasks]
         self._updated = pass_.updated
         self._read: list[tuple[list[Tensor], Structure]] | None = None
         self._reports: list[StageReport] | None = None

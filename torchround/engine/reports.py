@@ -34,7 +34,6 @@ class Span:
     """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
 
     Or one bundle's update, between two marks of the host; `layers` is then the first layer that uses it.
-    `part_marks` are points before and after each part that the layer can keep, with its name, in steps that measure.
     """
 
     kind: SpanKind
@@ -44,13 +43,6 @@ class Span:
     micro_batch: int = 0
     layers: range = range(0)
     copied_bytes: int = 0
-    part_marks: tuple[tuple[str, Mark], ...] = ()
-
-    def part_seconds(self) -> dict[str, float]:
-        seconds: dict[str, float] = defaultdict(float)
-        for (name, start), (_, end) in zip(self.part_marks[::2], self.part_marks[1::2], strict=True):
-            seconds[name] += end.seconds_since(start)
-        return seconds
 
     @property
     def seconds(self) -> float:
@@ -138,13 +130,12 @@ def costs_from_reports(
     """Return `counted` with measured seconds in place of counted ones.
 
     Each span of the reports is one layer's forward, recomputation or backward, or the head's forward and backward: the engine
-    `times_layers`, or its stages have one layer each. Forwards that mark their parts give the seconds of these. `updates`
+    `times_layers`, or its stages have one layer each. `updates`
     gives, for each step, the bundles that its update changed; empty for a skipped update. With
     `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span. `counted` also
     says what the layers kept in those steps: their recomputations were shorter than their forwards.
     """
     samples: dict[tuple[SpanKind, int], list[float]] = defaultdict(list)
-    parts: list[dict[str, list[float]]] = [defaultdict(list) for _ in counted.layers]
     run_again: set[int] = set()
     for report in reports:
         stage = report.task.stage
@@ -153,8 +144,6 @@ def costs_from_reports(
         for span in report.spans:
             assert len(span.layers) <= 1, f"a span of {span.layers} says nothing about single layers"
             index = span.layers.start if span.layers else stage.start
-            for name, part_s in span.part_seconds().items():
-                parts[index][name].append(part_s)
             if span.kind is SpanKind.RECOMPUTE and counted.layers[index].kept:
                 continue
             # A recomputation of all is the same work as a forward.
@@ -169,8 +158,7 @@ def costs_from_reports(
         if index in run_again:
             again = layer.recompute_s / layer.forward_s if layer.kept else 1.0
             backward_s = max(backward_s - forward_s * again, 0.0)
-        of_parts = {name: median(values) for name, values in parts[index].items()}
-        layers.append(layer.timed(forward_s, backward_s, of_parts))
+        layers.append(layer.timed(forward_s, backward_s))
     # The head's slot runs forward and backward in one go: split it in the counted proportion.
     head = counted.layers[-1]
     whole_s = seconds[SpanKind.FUSED, counted.num_layers - 1]

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from torchround.config import TraceTable
-from torchround.engine.device import NO_STEP, Device, DeviceWatcher, Mark, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import Span, SpanKind
 from torchround.untrusted.regular_file import write_whole
@@ -29,7 +30,7 @@ COPIES = {
 }
 
 
-class StepTraces(DeviceWatcher):
+class StepTraces(Observer):
     """The traces that `[trace]` asks for, in `folder`. Steps count from 1 in files, from 0 in results.
 
     Traced steps in a row share a file, which is named for the last of them and written once that step is done.

@@ -6,11 +6,10 @@ once more.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -105,14 +104,10 @@ class LayerCost:
         """Return the seconds of one recomputation in a backward stage."""
         return self.forward_s - self.saved_s
 
-    def timed(
-        self, forward_s: float, backward_s: float, part_s: Mapping[str, float] = MappingProxyType({})
-    ) -> "LayerCost":
-        """Return the layer with other seconds. Parts that `part_s` does not name keep their share of the forward."""
+    def timed(self, forward_s: float, backward_s: float) -> "LayerCost":
+        """Return the layer with other seconds. Parts keep their share of the forward."""
         share = forward_s / self.forward_s if self.forward_s else 0.0
-        parts = tuple(
-            replace(part, seconds=part_s.get(part.name, part.seconds * share)) for part in self.keepable
-        )
+        parts = tuple(replace(part, seconds=part.seconds * share) for part in self.keepable)
         return replace(self, forward_s=forward_s, backward_s=backward_s, keepable=parts)
 
 

@@ -18,7 +18,8 @@ from tests.support import toy
 from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, train, watched
 from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.config import AdamWTable, EngineTable, TrainingTable
-from torchround.engine.device import AcceleratorDevice, CpuDevice, DeviceWatcher, Stream
+from torchround.engine.board import Observer
+from torchround.engine.device import AcceleratorDevice, CpuDevice, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.compute import StageComputation
 from torchround.planning.partition import Partition
@@ -54,7 +55,7 @@ class Copy:
         self.enqueued, self.ordered = Counter(enqueued), Counter(ordered)
 
 
-class TransferOrder(DeviceWatcher):
+class TransferOrder(Observer):
     """All copies of one device. Nothing runs before every stage job is `dispatched`, so each window finds the next."""
 
     def __init__(self):
@@ -190,7 +191,7 @@ def test_each_stream_of_an_accelerator_waits_until_a_fresh_buffer_may_be_used(mo
     assert waits == ["allocated"] * len(Stream)
 
 
-class GradientCopies(DeviceWatcher):
+class GradientCopies(Observer):
     """For each copy of gradients, the computations of its device that were enqueued before, and that it waits for."""
 
     def __init__(self):

@@ -13,7 +13,7 @@ from tests.support.frozen_base import frozen_model, mapped_store, shrink_ring, w
 from tests.support.race_checker import AccessLog, find_races
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_store, train, watched
 from torchround.engine.board import Observer
-from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
+from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
@@ -22,7 +22,7 @@ from torchround.engine.worker.transfers import FileReader, GradientDownload, Wei
 BATCHES = toy_batches(3, micro_batches=4)
 
 
-class LockingDevice(CpuDevice, DeviceWatcher):
+class LockingDevice(CpuDevice, Observer):
     """A virtual device that needs page-locked memory. It notes the threads that copy weights to it."""
 
     pins_host_memory = True
@@ -64,7 +64,7 @@ def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC,
 
     def locking(device):
         devices.append(LockingDevice(len(devices)))
-        return watched(devices[-1], log) if isinstance(log, DeviceWatcher) else devices[-1]
+        return watched(devices[-1], log) if isinstance(log, Observer) else devices[-1]
 
     store = mapped_store(model, base, policy=policy)
     partition = PARTITIONS[partition]
@@ -195,7 +195,7 @@ def test_a_device_spreads_its_gradients_over_a_stage_whose_files_do_not_keep_it_
         end_s = time.monotonic() + 20
         while not (piece.used.bundle.trainable or piece.access.is_ready) and time.monotonic() < end_s:
             time.sleep(0.001)
-        begin(upload, piece)
+        return begin(upload, piece)
 
     def noted(download):
         left.append(download.remaining)

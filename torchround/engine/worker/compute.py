@@ -35,8 +35,7 @@ def bind(
     gradient_start = {used.use: used.start for used in layout.gradients}
     for layer in layout.layers:
         for location in store.locations[layer]:
-            use = (layer, location.bundle)
-            parameter = location.parameter
+            use, parameter = (layer, location.bundle), location.parameter
             value = parameter.view(weights.memory[weight_start[use] :])
             dtype = own_dtypes.get(parameter.name, value.dtype)
             leaf = nn.Parameter(value.to(dtype), requires_grad=False)
@@ -60,20 +59,18 @@ def unbind(skeletons: Iterable[nn.Module]) -> None:
 
 
 class StageComputation:
-    """A stage's layers for one micro-batch: their forward, and their backward if there are graphs.
+    """A stage's layers, numbered as in the model, for one micro-batch: their forward, and their backward.
 
-    Layers have their numbers in the model. `run_to` makes the forward, at once or layer by layer. Layers below
-    `graphs_from` run without gradients: all of them in a forward stage, none for a backward of the whole stage. With the
-    last layer's graph alone, the others keep their inputs only and run again in the backward, as gradient checkpointing
-    does. It costs one more forward and holds the activations of one layer instead of the stage's.
+    Layers below `graphs_from` run without gradients: all of them in a forward stage, none for a backward of the whole
+    stage. With the last layer's graph alone, the others keep their inputs only and run again in the backward, as gradient
+    checkpointing does: one more forward, for the activations of one layer instead of the stage's.
 
     Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients are final, and its
     activations gone, before the backward of the layer below begins.
 
     `inputs` gives values from outside: the stage's input, and those that take the place of what the layer below returns.
     That layer still receives the gradient of its output. A layer runs inside of what its entry in `around` makes; what a
-    `recording` collects there is in `kept`. If nothing `reads_output`, the last layer may leave its values out: only its
-    graph is needed.
+    `recording` collects there is in `kept`. If nothing `reads_output`, the last layer may leave its values out.
 
     With a `loss_factor` the last layer returns a loss, multiplied by it before the backward. The first call of `backward`
     then finishes the forward, and leaves the `loss`.
@@ -134,12 +131,11 @@ class StageComputation:
         return output
 
     def backward(self, gradients: Sequence[Tensor | None], stop: int) -> tuple[Tensor | None, ...] | None:
-        """Differentiate the layers from the last call's `stop` down to layer `stop`.
+        """Differentiate the layers from the last call's `stop` down to layer `stop`, adding to the leaves' `.grad`.
 
-        Returns the gradients of that layer's input, or None if it has none because it starts the model. The
-        next call takes them. `gradients` belong to the tensors of the output that can have one, in order. None
-        among them stands for a tensor that the loss does not depend on. The first call ignores them if the output is a
-        loss. Parameter gradients are accumulated into the leaves' `.grad`.
+        Returns the gradients of that layer's input, for the next call; None if it starts the model. `gradients` belong to
+        the tensors of the output that can have one, in order. None among them stands for a tensor that the loss does not
+        depend on. The first call ignores them if the output is a loss.
         """
         if self._loss_factor is not None and self.loss is None:
             loss = checked_loss(self.run_to(self._stop))
@@ -162,10 +158,10 @@ class StageComputation:
     def _run(
         self, number: int, hidden: Hidden | None, wanted: Sequence[bool] | None, is_read: bool
     ) -> tuple[Hidden | None, Hidden]:
-        """Run a layer with gradients from a leaf of its own, so that its backward ends at its input.
+        """Run a layer with gradients from a leaf of its own, of the same memory, at which its backward ends.
 
-        The leaf is the same memory. `wanted` lists which tensors of the input receive gradients; all that can have one do
-        if it is None. Unless the output `is_read`, it may have no values.
+        `wanted` lists which tensors of the input receive gradients; if it is None, all that can. Unless the output
+        `is_read`, it may have no values.
         """
         leaf = None
         if hidden is not None:
@@ -192,7 +188,7 @@ class StageComputation:
 
 
 def checked_loss(output: Hidden) -> Tensor:
-    """Return what the last layer returned, which must be one number. Raises `TypeError` otherwise."""
+    """Check that the last layer returned one number. Raises `TypeError`."""
     if isinstance(output, Tensor) and output.numel() == 1 and has_gradient(output):
         return output
     found = f"{output.dtype} {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

@@ -1,23 +1,22 @@
 """One thread per device: takes the device's stage jobs in dispatch order and runs their micro-batches.
 
 The thread enqueues everything on the device's five streams and waits only for values and jobs of other threads.
-Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for
-them. What the three kinds of stage compute, bring and send for each micro-batch is in `StageRun`.
+Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for them.
 """
 
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from torchround.engine.board import LAYER_GATE, Board, Queue, Value
 from torchround.engine.buffer_reservation import PassShape, ValueSizes
-from torchround.engine.device import NO_STEP, Device, Mark, Stream
+from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.passes import DeviceJob, StageJob
 from torchround.engine.reports import Span, SpanKind, StageReport
@@ -26,17 +25,21 @@ from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.compute import LayerCall, StageComputation, bind, checked_loss, unbind
-from torchround.engine.worker.orthogonalise import DIRECTION_STREAMS, DirectionJob, Orthogonaliser
+from torchround.engine.worker.orthogonalise import (
+    DirectionJob,
+    directed_bundles,
+    directed_parameters,
+    orthogonalise,
+    piece_elements,
+)
 from torchround.engine.worker.slots import SlotRing, StageSlots, place_constants
 from torchround.engine.worker.transfers import ActivationTransfers, FileReader, GradientDownload, WeightUpload
-from torchround.keeping import marking, recording, replaying
+from torchround.keeping import recording, replaying
 from torchround.layer import Batch, Hidden, LayeredModel
 from torchround.planning.host_buffers import restarted_layers
-from torchround.planning.partition import Partition, StageKind, StageTask
+from torchround.planning.partition import Partition, StageKind
 
 T = TypeVar("T")
-# The job under way, without its pass, and its micro-batch or the position of its bundle: None between them.
-WorkerState = tuple[StageTask | DirectionJob | None, int | None]
 # The kind of the jobs that a device's thread gets.
 STAGE_JOB = "stage slot {0} to be handed out"
 
@@ -65,13 +68,12 @@ class DeviceWorker:
         self._store = setup.store
         self.board = setup.board
         self._queue = setup.queues[index]
-        self._next_stage_slot = index
-        self._micro_batch: int | None = None
-        self._job: StageTask | DirectionJob | None = None
+        self._index = self._next_stage_slot = index
+        self._idle = device.location = FaultLocation(f"device {device.name}")  # between jobs
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self.activations = ActivationTransfers(self)
-        self._orthogonaliser = Orthogonaliser(index, device, setup.store, setup.board)
+        self._look_aheads = SlotRing(device, torch.bfloat16)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
         if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
@@ -87,7 +89,8 @@ class DeviceWorker:
         self.slots = StageSlots(
             self.device, setup.store, setup.settings.accumulate_dtype, setup.partition, len(setup.queues)
         )
-        self._orthogonaliser.allocate()
+        directed = [parameter for b in directed_bundles(self._store) for parameter in directed_parameters(b)]
+        self._look_aheads.reserve(max((piece_elements(parameter.shape) for parameter in directed), default=0))
 
     def release(self) -> None:
         """Free all device memory. The thread must have ended, and the device must be idle."""
@@ -110,27 +113,30 @@ class DeviceWorker:
                     self._run(job)
                 else:
                     self._orthogonalise(job)
+                self.device.location = self._idle
                 self._next_stage_slot += len(self.setup.queues)  # slots are dealt to devices in turn
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
             # Without a variable for the failure, which would make a reference cycle through the error's traceback. Its
             # frames hold activations, and the failure may be a second one, which nothing else refers to.
-            self.board.fail(PipelineError.of(error, self.location(self.state())))
+            self.board.fail(PipelineError.of(error, self.device.location))
 
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
-        self._job = job.task
-        self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
-        upload, self._upload = self._upload or self._start_upload(job), None
+        stage, micro_batches = job.task.stage, job.task.micro_batches
+        layers = tuple(self.setup.model.names[stage.start : stage.stop])
+        actor, kind = self._idle.actor, stage.kind.value
+        between = self.device.location = FaultLocation(actor, kind, layers)
+        self.device.step_of = dict.fromkeys(self.device.step_of, job.traced_step)
+        upload, self._upload = self._upload or WeightUpload(self, job), None
         self.device.wait(Stream.COMPUTE, upload.finish(), "uploaded weights")
         weights_ready = self.device.mark(Stream.WEIGHT_UPLOAD)
-        stage, micro_batches = job.task.stage, job.task.micro_batches
         download = None if stage.kind is StageKind.FORWARD else GradientDownload(self, job, upload.layout)
         on_final = partial(self._send_early, download) if download and self._is_waited_for(job) else None
         stage_run = StageRun(self, job, upload, download, on_final)
         for position, micro_batch in enumerate(micro_batches):
-            self._micro_batch = micro_batch
+            self.device.location = FaultLocation(actor, kind, layers, micro_batch)
             self.board.raise_if_stopped()
             self._begin_next_upload()
             # A transfer window: an equal chunk of the next stage's weights and of the last one's gradients. Chunks first:
@@ -139,7 +145,7 @@ class DeviceWorker:
                 if transfer is not None:
                     transfer.advance(len(micro_batches) - position)
             stage_run.run(micro_batch)
-        self._micro_batch = None
+        self.device.location = between
         upload.slot.released = self.device.record(Stream.COMPUTE, "weights that are read")
         if self.setup.model.own_dtypes:
             unbind(self.skeletons[stage.start : stage.stop])  # copies take memory beside the slot
@@ -149,45 +155,33 @@ class DeviceWorker:
             self._begin_download(download)
             download.layers_final(stage.start)
         self._report(job, upload, weights_ready, stage_run.spans)
-        self._job = None
 
     def _orthogonalise(self, job: DirectionJob) -> None:
         """Run a direction job, while the weights of the next stage come up as far as they are complete."""
-        self._job = job
         # Look-aheads need them, maybe on other devices. Gradients of the next step land only after this job's update.
         if self._download is not None and self._download.job.pass_.step <= job.step:
             self.flush()
-        self.device.begin_step(job.step, *DIRECTION_STREAMS)
+        self.device.step_of = dict.fromkeys(self.device.step_of, job.step)
         for position, bundle in enumerate(job.bundles):
-            self._micro_batch = position
-            self._idle_since = self._orthogonaliser.run(bundle, job.accesses[position])
+            layers = tuple(self.setup.model.names[layer] for layer in bundle.layers)
+            self.device.location = FaultLocation(self._idle.actor, "orthogonalisation", layers)
+            access, ring = job.accesses[position], self._look_aheads
+            self._idle_since = orthogonalise(self.device, self._index, ring, bundle, access, self.board)
             self._begin_next_upload()
             if self._upload is not None:
                 self._upload.advance(len(job.bundles) - position)
-        if self._download is not None:
-            self._begin_step(self._download.job, Stream.GRADIENT_DOWNLOAD)  # the rest of it
-        self._micro_batch = self._job = None
-
-    def _begin_step(self, job: StageJob, *streams: Stream) -> None:
-        # An evaluation has the number of the next training step, whose trace must not show its copies.
-        self.device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
-
-    def _start_upload(self, job: StageJob) -> WeightUpload:
-        self._begin_step(job, Stream.WEIGHT_UPLOAD)
-        return WeightUpload(self, job)
 
     def _begin_next_upload(self) -> None:
         """Begin the upload for the next job, if that is a stage job."""
         # Looked for in every window, because it may be handed out while this job is under way.
         if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
-            self._upload = self._start_upload(job)
+            self._upload = WeightUpload(self, job)
 
     def _is_waited_for(self, job: StageJob) -> bool:
         """Tell whether a stage job sends off each layer's gradients as soon as they are final.
 
-        A stage's gradients have the next stage job's windows to go down. The exception is a device's last
-        stage job of a step in `sync` mode: the update waits for these gradients, the next job for the update. In
-        `bounded` mode every stage job is such an exception, because a layer's update waits for its own gradient alone.
+        Other jobs' gradients have the next job's windows to go down. But after a device's last stage job of a step in
+        `sync` the next job waits for the update. In `bounded` a layer's update waits for its own gradient alone.
         """
         is_last = job.slots_left < len(self.setup.queues)
         is_waited_for = self._store.policy is BOUNDED or (is_last and self._store.policy is SYNC)
@@ -204,14 +198,10 @@ class DeviceWorker:
             gradients.advance()
 
     def _begin_download(self, gradients: GradientDownload) -> None:
-        """Begin to send a stage's gradients, unless that is begun.
-
-        Chunks go down in the next job's windows, or in `flush` if none comes.
-        """
+        """Begin to send a stage's gradients: in the next job's windows, or in `flush` if none comes."""
         if self._download is not gradients:
             # The previous stage's download must be complete before this stage's takes its place.
             self.flush()
-            self._begin_step(gradients.job, Stream.GRADIENT_DOWNLOAD)
             self._download = gradients
 
     def _report(
@@ -228,7 +218,7 @@ class DeviceWorker:
             downloaded_bytes=moved[1] - self._reported_bytes[1],
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
-        self.board.post(job.pass_.reports.at(job.slot), report)
+        self.board.post(job.pass_.reports[job.slot], report)
 
     def flush(self) -> None:
         """Send off the gradients that this thread still holds."""
@@ -243,27 +233,13 @@ class DeviceWorker:
             self.flush()
         return self.board.wait(value)
 
-    # What the watchdog and error messages ask for, from any thread.
-
-    def state(self) -> WorkerState:
-        """Return what is under way; `location` describes it. The watchdog keeps it, so it must not hold memory."""
-        return self._job, self._micro_batch
-
-    def location(self, state: WorkerState) -> FaultLocation:
-        job, position = state
-        actor, names = f"device {self.device.name}", self.setup.model.names
-        if isinstance(job, StageTask):
-            layers = tuple(names[job.stage.start : job.stage.stop])
-            return FaultLocation(actor, job.stage.kind.value, layers, position)
-        return FaultLocation(actor) if job is None else job.location(actor, names, position)
-
 
 # Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
 Gradients = Sequence[Tensor | None]
 
 
 class StageRun:
-    """A stage job under way: its layers, bound to the slots of its `upload` and, if it has a backward, its `download`.
+    """A stage job under way, whose layers are bound to the slots of its `upload` and, for a backward, its `download`.
 
     With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called once all
     that adds to the gradients of a layer is enqueued. `spans` are the computations so far. With `settings.times_layers`,
@@ -278,38 +254,39 @@ class StageRun:
         download: GradientDownload | None,
         on_final: Callable[[int], None] | None,
     ) -> None:
-        setup, stage = worker.setup, job.task.stage
+        setup, self._stage = worker.setup, job.task.stage
         self.spans: list[Span] = []
-        self._worker = worker
+        self._worker, self._pass, self._micro_batches = worker, job.pass_, job.task.micro_batches
         self._device, self._activations = worker.device, worker.activations
-        self._job = job
-        self._own = own = range(stage.start, stage.stop)
         self._weights, self._layout = upload.slot, upload.layout
         self._gradients = None if download is None else download.slot
         self._on_final = on_final
         self._layers = self._bind()
         # The first layer whose activations stay for its backward.
-        self._graphs_from = stage.stop - 1 if setup.settings.layerwise_recompute else stage.start
+        by_layer = setup.settings.layerwise_recompute
+        self._graphs_from = self._stage.stop - 1 if by_layer else self._stage.start
         self._times_layers = setup.settings.times_layers
         kept_names = setup.sizes.kept_names
-        self._names = {layer: kept_names[layer] for layer in own if layer in kept_names}
+        self._names = {layer: kept_names[layer] for layer in self._layout.layers if layer in kept_names}
 
     def _bind(self) -> Mapping[int, LayerCall]:
         """Put the parameters of the stage's layers in slots, and compile the layers if the settings ask for it."""
         worker, setup = self._worker, self._worker.setup
         # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
-        binding = partial(bind, setup.store, worker.skeletons, self._layout, self._weights, self._gradients)
-        if own_dtypes := setup.model.own_dtypes:  # then it copies parameters
-            layers = self._device.run(Stream.COMPUTE, partial(binding, own_dtypes), [self._weights.memory])
-        else:
-            layers = binding(own_dtypes)
+        own_dtypes = setup.model.own_dtypes
+        binding = partial(
+            bind, setup.store, worker.skeletons, self._layout, self._weights, self._gradients, own_dtypes
+        )
+        # With dtypes of their own it copies parameters.
+        reads = [self._weights.memory]
+        layers = self._device.run(Stream.COMPUTE, binding, reads) if own_dtypes else binding()
         if (compiler := setup.settings.compiler) is None:
             return layers
         return {index: compiler.compiled(index, layer, worker.board) for index, layer in layers.items()}
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""
-        kind = self._job.task.stage.kind
+        kind = self._stage.kind
         if kind is StageKind.FORWARD:
             self._forward(micro_batch)
         elif kind is StageKind.FUSED:
@@ -322,7 +299,7 @@ class StageRun:
 
     def _forward(self, m: int) -> None:
         """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
-        stage, pass_ = self._job.task.stage, self._job.pass_
+        stage, pass_ = self._stage, self._pass
         micro_batch, inputs = self._bring_inputs(m)
         names = self._names if pass_.training else {}
         records = {layer: partial(recording, kept) for layer, kept in names.items()}
@@ -340,26 +317,26 @@ class StageRun:
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in names:
-                kept, tensors = pass_.kept.at(layer - 1, m), forward.kept.pop(layer - 1)
+                kept, tensors = pass_.kept[layer - 1, m], forward.kept.pop(layer - 1)
                 self._activations.send_kept(kept, tensors, layer - 1, micro_batch.shape)
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
-        pass_ = self._job.pass_
+        pass_ = self._pass
         micro_batch, inputs = self._bring_inputs(m)
         fused = StageComputation(
             self._layers, inputs, micro_batch, self._graphs_from, loss_factor=pass_.loss_factor
         )
         if self._times_layers:
-            self._run_to(SpanKind.FORWARD, m, fused, self._own[1:])
+            self._run_to(SpanKind.FORWARD, m, fused, self._layout.layers[1:])
         gradients = self._differentiate(SpanKind.FUSED, m, fused, ())
         # Two readers: the caller and the optimizer worker.
         self._activations.send(pass_.results[m], fused.loss, readers=2)
         self._send_gradients(m, gradients)
 
     def _backward(self, m: int) -> None:
-        """Recompute the stage from its input, all but what its layers keep, then run its backward."""
-        stage, pass_ = self._job.task.stage, self._job.pass_
+        """Recompute the stage, all but what its layers keep, then run its backward."""
+        stage, pass_ = self._stage, self._pass
         micro_batch, inputs = self._bring_inputs(m)
         for layer in restarted_layers(stage, pass_.stale_layers):
             inputs[layer] = self._bring(layer, m, self._activations.restarts_in)
@@ -372,16 +349,16 @@ class StageRun:
         )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
         self._run_to(SpanKind.RECOMPUTE, m, recomputed, stops)
-        boundary = self._worker.wait(pass_.boundary_gradients.at(stage.stop, m))
+        boundary = self._worker.wait(pass_.boundary_gradients[stage.stop, m])
         incoming: Gradients = self._activations.bring(boundary, self._activations.gradients_in)
         # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
-        if m + 1 in self._job.task.micro_batches:
+        if m + 1 in self._micro_batches:
             self._activations.bring_kept_ahead(pass_, self._names, m + 1)
         self._send_gradients(m, self._differentiate(SpanKind.BACKWARD, m, recomputed, incoming))
 
     def _run_to(self, kind: SpanKind, m: int, graph: StageComputation, stops: Iterable[int]) -> None:
         """Run a forward with graph up to each of these layers in turn."""
-        first = self._own.start
+        first = self._stage.start
         for stop in stops:
             self._compute(kind, m, range(first, stop), partial(graph.run_to, stop))
             first = stop
@@ -390,13 +367,13 @@ class StageRun:
         self, kind: SpanKind, m: int, graph: StageComputation, gradients: Gradients
     ) -> Gradients | None:
         """Run the stage's backward, or forward and backward, and return the gradients of the stage's input."""
-        stage = self._job.task.stage
+        stage = self._stage
         assert self._gradients is not None, "a stage with a backward has a gradient slot"
-        on_final = self._on_final if m == self._job.task.micro_batches[-1] else None
+        on_final = self._on_final if m == self._micro_batches[-1] else None
         one_by_one = on_final is not None or self._times_layers
         above: int = stage.stop
         found: Gradients | None = gradients
-        for layer in reversed(self._own) if one_by_one else [stage.start]:
+        for layer in reversed(self._layout.layers) if one_by_one else [stage.start]:
             assert found is not None, "only the layer that starts the model has no input"
             layers, run = range(layer, above), partial(graph.backward, found, layer)
             added_to = self._gradients.memory[self._layout.gradients_of(layers)]
@@ -416,47 +393,35 @@ class StageRun:
         computation: Callable[[], T],
         writes: Sequence[Tensor] = (),
     ) -> T:
-        """Run `computation` of these layers as one span.
-
-        Give a `partial` rather than a function that takes tensors from the one around it. After a fault the
-        traceback's frames are cleared (`engine.py`), but tensors that are taken so would stay.
-        """
-        part_marks: list[tuple[str, Mark]] = []
-        # Recomputations may take what is kept in place of their parts, so forwards alone show how long these are.
-        marks_parts = self._times_layers and kind is SpanKind.FORWARD
-        marks = marking(partial(self._mark_part, part_marks)) if marks_parts else nullcontext()
+        """Run `computation` of these layers as one span: a `partial`, because tensors in a closure would outlive a fault."""
         reads = [self._weights.memory, *(slot.memory for slot in self._activations.inputs)]
         # By this thread, also for a backward that autograd's own thread runs: workers may share that one, and a compiler
         # needs it.
         with LAYER_GATE.entered(self._worker.board):
             start = self._device.mark(Stream.COMPUTE)
-            with marks:
-                result = self._device.run(Stream.COMPUTE, computation, reads, writes)
+            result = self._device.run(Stream.COMPUTE, computation, reads, writes)
             end = self._device.mark(Stream.COMPUTE)
-        self.spans.append(Span(kind, start, end, micro_batch=m, layers=layers, part_marks=tuple(part_marks)))
+        self.spans.append(Span(kind, start, end, micro_batch=m, layers=layers))
         return result
-
-    def _mark_part(self, marks: list[tuple[str, Mark]], name: str) -> None:
-        marks.append((name, self._device.mark(Stream.COMPUTE)))
 
     def _bring_inputs(self, m: int) -> tuple[Batch, dict[int, Hidden]]:
         """Upload the micro-batch and the stage's input, which is None for the first layer."""
-        first, packed = self._job.task.micro_batches.start, self._job.pass_.micro_batches[m]
+        first, packed = self._micro_batches.start, self._pass.micro_batches[m]
         micro_batch = self._activations.bring_micro_batch(packed, m - first)
-        start = self._own.start
+        start = self._stage.start
         return micro_batch, {start: self._bring(start, m, self._activations.hidden_in) if start else None}
 
     def _bring(self, layer: int, m: int, ring: SlotRing) -> Hidden:
         """Upload the input of a layer, once another device has made it."""
-        return self._activations.bring(self._worker.wait(self._job.pass_.boundaries.at(layer, m)), ring)
+        return self._activations.bring(self._worker.wait(self._pass.boundaries[layer, m]), ring)
 
     def _send_output(self, m: int, layer: int, output: Hidden) -> None:
         """Send the input of a layer. After the last one comes a loss, or any value."""
-        pass_ = self._job.pass_
+        pass_ = self._pass
         shape = pass_.shape.shapes[m]
         if layer < len(self._worker.skeletons):
             readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
-            self._activations.send(pass_.boundaries.at(layer, m), output, readers, layer, shape)
+            self._activations.send(pass_.boundaries[layer, m], output, readers, layer, shape)
         elif pass_.gives_outputs:
             self._activations.send(pass_.results[m], output, 1, layer, shape)
         else:
@@ -464,7 +429,7 @@ class StageRun:
 
     def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:
-            pass_, start = self._job.pass_, self._own.start
+            pass_, start = self._pass, self._stage.start
             # Reserved as the input's: a gradient may have fewer tensors, but no larger ones.
-            value = pass_.boundary_gradients.at(start, m)
+            value = pass_.boundary_gradients[start, m]
             self._activations.send(value, tuple(gradients), 1, start, pass_.shape.shapes[m])

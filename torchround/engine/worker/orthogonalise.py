@@ -1,33 +1,30 @@
 """Orthogonalisation of look-aheads on a device: the update of Muon (Jordan et al. 2024) between two host passes.
 
-The optimizer thread writes what is to be orthogonalised, the look-ahead, into a segment's `direction`. A device takes
-it matrix by matrix, and the result lands where the look-ahead was. One matrix computes while the next one comes up and
-the last one goes down. The arithmetic is `torch.optim.Muon`'s, operation by operation. Large symmetric products are
-computed in bands of rows, which round differently.
+The optimizer thread writes the look-ahead into a segment's `direction`. A device takes it matrix by matrix, and the
+result lands where the look-ahead was. One matrix computes while the next one comes up and the last one goes down. The
+arithmetic is `torch.optim.Muon`'s, except that large symmetric products are computed in bands of rows, which round
+differently.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchround.engine.board import Board
 from torchround.engine.device import Device, Mark, Stream
-from torchround.engine.errors import FaultLocation
 from torchround.engine.reports import Span, SpanKind
 from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access
-from torchround.engine.worker.slots import SlotRing
+from torchround.engine.worker.slots import DeviceSlot, SlotRing
 from torchround.planning.update_costs import row_bands
 
 # The polynomial of one step, a X + b (X X^T) X + c (X X^T)^2 X (kellerjordan.github.io/posts/muon).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-DIRECTION_STREAMS = (Stream.ACTIVATION_UPLOAD, Stream.COMPUTE, Stream.GRADIENT_DOWNLOAD)
 # A matrix of zeros is divided by this in place of its norm.
 LEAST_NORM = 1e-7
 # Matrices of a stack go up together, up to this number of elements; a larger matrix goes alone.
@@ -46,12 +43,6 @@ class DirectionJob:
     bundles: tuple[Bundle, ...]
     accesses: tuple[Access, ...]
 
-    def location(self, actor: str, names: Sequence[str], position: int | None) -> FaultLocation:
-        """Describe the job of a device, `actor`, while it is at the bundle at `position`. `names` are the layers'."""
-        bundles = self.bundles if position is None else self.bundles[position : position + 1]
-        layers = tuple(names[layer] for bundle in bundles for layer in bundle.layers)
-        return FaultLocation(actor, "orthogonalisation", layers) if layers else FaultLocation(actor)
-
 
 def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
     return [p for segment in bundle.segments if segment.rule.uses_direction for p in segment.parameters]
@@ -63,7 +54,7 @@ def directed_bundles(store: HostStore) -> list[Bundle]:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Return bf16 matrices whose singular values are all near 1, with the same singular vectors.
+    """Compute bf16 matrices whose singular values are all near 1, with the same singular vectors.
 
     `matrices` are `[n, rows, columns]`, or a single one. Each is divided by its Frobenius norm and goes through five
     Newton-Schulz steps. Tall ones are transposed before and after, so that the products are of the shorter side.
@@ -104,10 +95,8 @@ def iterated(matrix: Tensor) -> Tensor:
 
 def pieces(flat: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
     """Cut a parameter of `shape`, a matrix or a stack of them, in flat memory into pieces `[n, rows, columns]`."""
-    rows, columns = shape[-2:]
-    at_once = max(PIECE_ELEMENTS // (rows * columns), 1) * rows * columns
-    for piece in flat.split(at_once):
-        yield piece.view(-1, rows, columns)
+    for piece in flat.split(piece_elements(shape)):
+        yield piece.view(-1, *shape[-2:])
 
 
 def piece_elements(shape: Sequence[int]) -> int:
@@ -120,7 +109,7 @@ def slot_bytes(shape: Sequence[int]) -> int:
 
 
 def scratch_bytes(shape: Sequence[int]) -> int:
-    """Return the device memory for the products of a parameter of `shape`: bf16 tensors of its largest piece.
+    """Count the bytes for the products of a parameter of `shape`: bf16 tensors of its largest piece.
 
     Three have the size of the piece: two results and a transposed copy. Two are squares of the shorter side.
     """
@@ -129,56 +118,40 @@ def scratch_bytes(shape: Sequence[int]) -> int:
     return 2 * (3 * elements + 2 * squares)
 
 
-class Orthogonaliser:
-    """The slots of one device for matrices on their way through it. Only the device's thread calls this."""
+def orthogonalise(
+    device: Device, index: int, ring: SlotRing, bundle: Bundle, access: Access, board: Board
+) -> Mark:
+    """Enqueue the directions of a bundle on device `index`, once its look-aheads are written, through a ring of bf16 slots.
 
-    def __init__(self, index: int, device: Device, store: HostStore, board: Board) -> None:
-        self._index = index
-        self._device = device
-        self._bundles = directed_bundles(store)
-        self._board = board
-        self._ring = SlotRing(device, torch.bfloat16)
-
-    def allocate(self) -> None:
-        """Allocate two slots of the largest piece, if there is any."""
-        shapes = [parameter.shape for bundle in self._bundles for parameter in directed_parameters(bundle)]
-        if shapes:
-            self._ring.reserve(max(map(piece_elements, shapes)))
-
-    def run(self, bundle: Bundle, access: Access) -> Mark:
-        """Enqueue the directions of a bundle, once its look-aheads are written. Returns a mark at their end."""
-        access.begin(self._board)
-        marks: list[Mark] = []
-        for segment in bundle.segments:
-            if (direction := segment.direction) is None:
-                continue
-            for parameter in segment.parameters:
-                first = parameter.start - segment.start
-                for piece in pieces(direction[first : first + parameter.shape.numel()], parameter.shape):
-                    marks += self._enqueue(piece)
-        event = self._device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
-        layers = range(bundle.layers[0], bundle.layers[0] + 1)
-        access.buffer.content = self._index, Span(SpanKind.ORTHOGONALISE, marks[0], marks[-1], layers=layers)
-        access.end(self._board, event)
-        return marks[-1]
-
-    def _enqueue(self, piece: Tensor) -> tuple[Mark, Mark]:
-        """Enqueue a piece: up, its computation, down into the same host memory. Returns marks around the computation."""
-        device, slot = self._device, self._ring.next(piece.numel())
-        if slot.released is not None:
-            device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for a look-ahead")
-        memory = slot.memory[: piece.numel()].view(piece.shape)
-        # Before the weights of a next stage, which may fill their own stream already.
-        device.copy(Stream.ACTIVATION_UPLOAD, memory, piece)
-        device.follow(Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, "an uploaded look-ahead")
-        start = device.mark(Stream.COMPUTE)
-        device.run(Stream.COMPUTE, partial(_replace, memory), reads=[memory], writes=[memory])
-        end = device.mark(Stream.COMPUTE)
-        device.follow(Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE, "a direction")
-        device.copy(Stream.GRADIENT_DOWNLOAD, piece, memory)
-        slot.released = device.record(Stream.GRADIENT_DOWNLOAD, "a sent direction")
-        return start, end
+    Returns a mark at their end.
+    """
+    access.begin(board)
+    marks: list[Mark] = []
+    for segment in bundle.segments:
+        if (direction := segment.direction) is None:
+            continue
+        for parameter in segment.parameters:
+            first = parameter.start - segment.start
+            for piece in pieces(direction[first : first + parameter.shape.numel()], parameter.shape):
+                marks += _enqueue(device, ring.next(piece.numel()), piece)
+    event = device.record(Stream.GRADIENT_DOWNLOAD, "landed directions")
+    layers = range(bundle.layers[0], bundle.layers[0] + 1)
+    access.buffer.content = index, Span(SpanKind.ORTHOGONALISE, marks[0], marks[-1], layers=layers)
+    access.end(board, event)
+    return marks[-1]
 
 
-def _replace(matrices: Tensor) -> None:
-    matrices.copy_(orthogonalised(matrices))
+def _enqueue(device: Device, slot: DeviceSlot, piece: Tensor) -> tuple[Mark, Mark]:
+    """Enqueue a piece: up, its computation, down into the same host memory. Returns marks around the computation."""
+    device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for a look-ahead")
+    memory = slot.memory[: piece.numel()].view(piece.shape)
+    # Before the weights of a next stage, which may fill their own stream already.
+    device.copy(Stream.ACTIVATION_UPLOAD, memory, piece)
+    device.follow(Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, "an uploaded look-ahead")
+    start = device.mark(Stream.COMPUTE)
+    device.run(Stream.COMPUTE, lambda: memory.copy_(orthogonalised(memory)), [memory], [memory])
+    end = device.mark(Stream.COMPUTE)
+    device.follow(Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE, "a direction")
+    device.copy(Stream.GRADIENT_DOWNLOAD, piece, memory)
+    slot.released = device.record(Stream.GRADIENT_DOWNLOAD, "a sent direction")
+    return start, end

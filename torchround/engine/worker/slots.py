@@ -1,17 +1,15 @@
 """Device buffers of a worker, and the layout of values between layers, of weights and of gradients in them.
 
-Each device owns space for the weights of two stages and space for the gradients of two stages, allocated once.
-While one stage computes, the next one's weights arrive beside its weights, and the previous one's gradients
-leave beside its gradients. Activations pass through slots of their own. All slots are in fixed buffers: memory
-that was freed and allocated again could be written by one stream while another still uses it.
+While one stage computes, the next one's weights arrive beside its weights, and the previous one's gradients leave beside
+its gradients. Activations pass through slots of their own. All slots are in fixed buffers: memory that was freed and
+allocated again could be written by one stream while another still uses it.
 
 A value between two layers is a tensor, or containers of `torch.utils._pytree` with tensors and plain values as leaves.
-Its tensors travel in a fixed order, and its structure travels without them. A tensor that comes twice travels once and is
-one object again on the other side, so that its gradient adds up as if it had never left. Our own models return one
-tensor or a flat tuple; these take a short way.
+A tensor that comes twice travels once and is one object again on the other side, so that its gradient adds up as if it
+had never left.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -22,27 +20,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchround.engine.device import Device, Event, Stream
+from torchround.engine.device import PASSED, Device, Event, Stream
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Hidden, aligned
 from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
-from torchround.planning.partition import Partition, Stage, StageKind
+from torchround.planning.partition import Partition, Stage
 
 
 class DeviceSlot:
     """A flat device buffer, and the event after which its next writer may overwrite it.
 
-    `taken` are the elements of the larger buffer that it takes, if it is a part of one. `frozen_weights` is the stage
-    whose weights are in it, if the model trains none, and `HostStore.refreshes` at their upload. Until these grow, the
-    weights need not come again.
+    `taken` are the elements of the larger buffer that it takes. `frozen_weights` is the stage whose weights are in it, if
+    the model trains none, and `HostStore.refreshes` at their upload: until these grow, the weights need not come again.
     """
 
     def __init__(self, memory: Tensor, taken: int = 0) -> None:
         self.memory = memory
         self.taken = taken
         self.frozen_weights: tuple[StageLayout, int] | None = None
-        self.released: Event | None = None
+        self.released: Event = PASSED
         self._packings: Sequence[Packing] = ()
         self._views: list[tuple[Tensor, ...]] = []
 
@@ -72,7 +69,7 @@ class SlotRing:
 
     def reserve(self, numel: int) -> None:
         """Allocate now what slots of `numel` elements need."""
-        for position in range(len(self._slots)):
+        for position in range(len(self._slots) if numel else 0):
             self.at(position, numel)
 
     def next(self, numel: int) -> DeviceSlot:
@@ -93,36 +90,31 @@ class SlotRing:
 class TwoSlots:
     """One device buffer with room for two consecutive slots, which are taken from its two ends in turn.
 
-    Slots differ in size. The buffer is as large as the two largest consecutive ones together, which is less
-    than two slots of the largest size.
+    It is as large as the two largest consecutive ones together, which is less than two slots of the largest size.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         # The slots that are in use at the low end and at the high end.
-        self._ends: list[DeviceSlot | None] = [None, None]
+        self._ends = [DeviceSlot(memory[:0]), DeviceSlot(memory[:0])]
         self._newest = 0
 
     def next(self, numel: int) -> DeviceSlot:
         """Take a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
 
-        `released` is the event of the slot before the newest one, at the same end. This slot may also cover
-        older ones of the other end. Those need no event of their own: slots are released in their order, by one
-        stream.
+        That is the event of the slot before at the same end. The slot may also cover older ones of the other end, which
+        one stream has released before.
         """
         beside, self._newest = self._ends[self._newest], 1 - self._newest
-        itemsize = self._memory.itemsize
+        before, itemsize = self._ends[self._newest], self._memory.itemsize
         taken = aligned(numel * itemsize) // itemsize
-        room = self._memory.numel() - (0 if beside is None else beside.taken)
+        room = self._memory.numel() - beside.taken
         assert taken <= room, f"a slot of {taken} elements beside the newest one, which leaves {room}"
         start = 0 if self._newest == 0 else self._memory.numel() - taken
-        slot = DeviceSlot(self._memory[start : start + numel], taken)
-        before, self._ends[self._newest] = self._ends[self._newest], slot
-        if before is not None:
-            assert before.released is not None, "a slot is taken before the last one at its end is released"
-            slot.released = before.released
-            if before.taken == taken:
-                slot.frozen_weights = before.frozen_weights
+        slot = self._ends[self._newest] = DeviceSlot(self._memory[start : start + numel], taken)
+        slot.released = before.released
+        if before.taken == taken:
+            slot.frozen_weights = before.frozen_weights
         return slot
 
 
@@ -135,16 +127,14 @@ class SlotRange(NamedTuple):
 
     @property
     def use(self) -> tuple[int, int]:
-        """The layer, and the bundle's index."""
         return self.layer, self.bundle.index
 
 
 class StageLayout:
-    """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot.
+    """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot, in forward order.
 
-    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and
-    results do not depend on which layers share a stage. Ranges are in forward order, in which the optimizer completes
-    weights: an upload stops at the first incomplete bundle.
+    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and results do not
+    depend on which layers share a stage.
     """
 
     def __init__(self, store: HostStore, layers: range) -> None:
@@ -169,8 +159,7 @@ class StageLayout:
 class StageSlots:
     """The device memory for weights and gradients of a device's stages: as much as `device_memory` counts.
 
-    Each stage job takes a slot of `weights`, and one of `gradients` if it has a backward. `rounding` is for gradients on
-    their way to the host. It is None if slots have the store's gradient dtype.
+    `rounding` is for gradients on their way to the host. It is None if slots have the store's gradient dtype.
     """
 
     def __init__(
@@ -184,23 +173,22 @@ class StageSlots:
         self._store = store
         self._layouts: dict[tuple[int, int], StageLayout] = {}
 
-        def two_slots(numel: Callable[[Stage], int], dtype: torch.dtype, of_gradients: bool) -> TwoSlots:
-            space = slot_space(
-                partition, num_devices, lambda stage: aligned(numel(stage) * dtype.itemsize), of_gradients
-            )
-            return TwoSlots(device.allocate(space).view(dtype))
-
         def gradient_numel(stage: Stage) -> int:
             return self.layout(stage).gradient_numel
 
-        self.weights = two_slots(lambda stage: self.layout(stage).weight_numel, store.dtype, False)
-        self.gradients = two_slots(gradient_numel, accumulate_dtype, True)
+        def gradient_bytes(stage: Stage) -> int:
+            return aligned(gradient_numel(stage) * accumulate_dtype.itemsize)
+
+        weights = slot_space(partition, num_devices, lambda stage: aligned(store.stage_bytes(stage)))
+        gradients = slot_space(partition, num_devices, gradient_bytes, of_gradients=True)
+        self.weights = TwoSlots(device.allocate(weights).view(store.dtype))
+        self.gradients = TwoSlots(device.allocate(gradients).view(accumulate_dtype))
         self.rounding: Tensor | None = None
         if accumulate_dtype != store.gradient_dtype:
-            stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
-            numel = min(max(map(gradient_numel, stages)), ROUNDING_ELEMENTS)
-            memory = device.allocate(numel * store.gradient_dtype.itemsize)
-            self.rounding = memory.view(store.gradient_dtype)
+            numel = min(
+                max(map(gradient_numel, partition.stages()[len(partition.forward) :])), ROUNDING_ELEMENTS
+            )
+            self.rounding = device.allocate(numel * store.gradient_dtype.itemsize).view(store.gradient_dtype)
 
     def layout(self, stage: Stage) -> StageLayout:
         key = stage.start, stage.stop
@@ -210,10 +198,7 @@ class StageSlots:
 
 
 def place_constants(device: Device, layers: Sequence[nn.Module]) -> None:
-    """Move the buffers of a worker's own copy of the layers to its device, where they stay.
-
-    Buffers that layers share are one tensor on the device too.
-    """
+    """Move the buffers of a worker's own copy of the layers to its device. Shared buffers are one tensor there too."""
     modules = nn.ModuleList(layers)
     if on_host := tuple(modules.buffers()):  # each once
         packing = Packing.of(on_host)
@@ -235,14 +220,14 @@ class TensorNumber(int):
     """The place of a tensor among the different tensors of a value."""
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """The form of a value without its tensors: the tree of containers, and its leaves with numbers in place of tensors."""
 
     spec: Any
     leaves: tuple[Any, ...] = ()
 
 
+# Our own models return these, and they take a short way.
 SINGLE: Final = Structure("a tensor by itself")
 FLAT: Final = Structure("a tuple of different tensors")
 
@@ -285,53 +270,37 @@ def has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Choose the strides of a dense copy of a tensor: its own ones if it fills its memory.
-
-    A copy with the same strides lets the next layer run the same kernels as without the copy. Strides of dimensions of
-    size 1 count too: they change nothing in memory, but kernels are chosen by them. Raises `TypeError` for tensors
-    without strides.
-    """
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise TypeError(
-            f"a tensor of layout {tensor.layout} between two layers: only dense tensors can go there"
-        )
-    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
-
-
-class PackedTensor(NamedTuple):
-    """The place of a tensor in a flat uint8 buffer."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    start: int
-    stop: int
-    strides: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Packing:
-    """The layout of a value's tensors in one flat uint8 buffer, and the value's structure."""
+    """The layout of a value's tensors in one flat uint8 buffer, and the value's structure.
 
-    tensors: tuple[PackedTensor, ...]
+    `tensors` has, for each tensor, its first byte, the byte behind its last one, its dtype, shape and strides.
+    """
+
+    tensors: tuple[tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]], ...]
     nbytes: int
     structure: Structure = field(compare=False)
 
     @staticmethod
     def of(tensors: Sequence[Tensor], structure: Structure = FLAT) -> "Packing":
-        """Lay out the tensors of a value one after the other, each from an aligned byte on."""
+        """Lay out the tensors of a value one after the other, each from an aligned byte on.
+
+        A tensor that fills its memory keeps its strides, also those of dimensions of size 1: the next layer then runs the
+        same kernels as without the copy. Raises `TypeError` for tensors without strides.
+        """
         packed, start = [], 0
         for tensor in tensors:
-            # First: it refuses tensors that have neither strides nor bytes of their own.
-            strides = dense_strides(tensor)
-            packed.append(PackedTensor(tensor.shape, tensor.dtype, start, start + tensor.nbytes, strides))
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise TypeError(f"a tensor of layout {tensor.layout} between two layers; they must be dense")
+            dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+            packed.append((start, start + tensor.nbytes, tensor.dtype, tensor.shape, dense.stride()))
             start += aligned(tensor.nbytes)
         return Packing(tuple(packed), start, structure)
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return tuple(
-            buffer[place.start : place.stop].view(place.dtype).as_strided(place.shape, place.strides)
-            for place in self.tensors
+            buffer[start:stop].view(dtype).as_strided(shape, strides)
+            for start, stop, dtype, shape, strides in self.tensors
         )
 
 

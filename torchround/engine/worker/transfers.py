@@ -3,15 +3,13 @@
 Chunked transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe
 paper, section 4.2). The bundle is the unit of every access: it is complete, uploaded or consumed as a whole.
 
-A boundary activation is kept in a pool buffer on the host, from the stage that made it to the last stage that
-reads it. So is what layers keep for their backward (`torchround/keeping.py`), which comes up ahead of its use. All that
-a layer keeps of a micro-batch travels as one.
+A boundary activation is in a pool buffer on the host, from the stage that made it to the last stage that reads it. So is
+what layers keep for their backward (`torchround/keeping.py`): all that a layer keeps of a micro-batch travels as one.
 """
 
 import itertools
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -48,39 +46,42 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Elements of a stage's slot, from `start` on, which move between the beginning and the end of an access.
+    """The copy of weights or gradients between the beginning and the end of an access.
 
-    `source` is the host memory of weights. Frozen weights in memory have no access, because nothing writes them. `what`
-    names the event after which they have moved.
+    Frozen weights in memory have no access, because nothing writes them. `what` names the event after the copy.
     """
 
     used: SlotRange
-    start: int
-    numel: int
+    source: Tensor
+    target: Tensor | None
     access: Access | None
     what: str
-    source: Tensor | None = None
 
 
-class BundleTransfer(ABC):
+class BundleTransfer:
     """A transfer of a stage's weights or gradients, piece by piece in chunks, beside the stream of `activations`."""
 
     stream: Stream
     activations: Stream
 
-    def __init__(self, worker: "DeviceWorker", slot: DeviceSlot, pieces: Iterable[Piece]) -> None:
+    def __init__(
+        self, worker: "DeviceWorker", job: StageJob, slot: DeviceSlot, pieces: Iterable[Piece]
+    ) -> None:
+        self.job = job
         self.slot = slot
         self._device = worker.device
         self._board = worker.board
         self._pieces = deque(pieces)
         self._done = 0  # elements of the first piece
-        self.remaining = sum(piece.numel for piece in self._pieces)  # elements that are not enqueued yet
+        # Elements that are not enqueued yet.
+        self.remaining = sum(piece.source.numel() for piece in self._pieces)
 
     def advance(self, windows: int = 1, waits: bool = False) -> None:
         """Enqueue what is left, or an equal part of it for each of so many transfer windows.
 
         Unless it `waits`, stops at a piece that has to wait for another thread.
         """
+        self._device.step_of[self.stream] = self.job.traced_step
         # A chunk queues behind the activations already on their way. It has until the end of the stage, but a computation
         # waits for each activation. Chunks of one window's size keep an activation from waiting for a whole stage's
         # weights.
@@ -92,12 +93,13 @@ class BundleTransfer(ABC):
             if start == 0:
                 if not waits and not self._is_ready(piece):
                     return
-                self._begin(piece)
-            stop = self._done = min(start + numel, piece.numel)
-            self._copy(piece, start, stop)
+                piece = self._pieces[0] = self._begin(piece)
+            stop = self._done = min(start + numel, piece.source.numel())
+            assert piece.target is not None, f"bundle {piece.used.bundle.index} has no gradient buffer"
+            self._copy(piece.target[start:stop], piece.source[start:stop])
             self.remaining -= stop - start
             numel -= stop - start
-            if stop == piece.numel:
+            if stop == piece.source.numel():
                 self._pieces.popleft()
                 self._done = 0
                 if piece.access is not None:
@@ -106,20 +108,19 @@ class BundleTransfer(ABC):
     def _is_ready(self, piece: Piece) -> bool:
         return piece.access is None or piece.access.is_ready
 
-    @abstractmethod
-    def _begin(self, piece: Piece) -> None:
-        """Wait until the piece may be moved."""
+    def _begin(self, piece: Piece) -> Piece:
+        if piece.access is not None:
+            piece.access.begin(self._board)
+        return piece
 
-    @abstractmethod
-    def _copy(self, piece: Piece, start: int, stop: int) -> None:
-        """Enqueue the copy of elements `[start, stop)` of a piece."""
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        self._device.copy(self.stream, target, source)
 
 
 class WeightUpload(BundleTransfer):
-    """The upload of one stage's weights into a slot.
+    """The upload of one stage's weights into a slot. Those in files come from the worker's reader, or else from their map.
 
-    `waited_s` is the host time spent waiting for the optimizer to complete them. Weights in files come from the worker's
-    reader, or straight from their map if there is none.
+    `waited_s` is the host time spent waiting for the optimizer to complete them.
     """
 
     stream, activations = Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD
@@ -133,16 +134,18 @@ class WeightUpload(BundleTransfer):
         # Read before the weights: those that are written later come again.
         self._content = layout, self._store.refreshes
         is_filled = slot.frozen_weights == self._content  # since the stage before last
-        super().__init__(worker, slot, () if is_filled else self._make_pieces(job, worker.reader))
+        super().__init__(
+            worker, job, slot, () if is_filled else self._make_pieces(job, worker.reader, slot.memory)
+        )
         # The stage before last may still compute with what the slot holds.
-        if slot.released is not None:
-            self._device.wait(self.stream, slot.released, "a free slot for weights")
+        self._device.wait(self.stream, slot.released, "a free slot for weights")
 
-    def _make_pieces(self, job: StageJob, reader: "FileReader | None") -> Iterator[Piece]:
+    def _make_pieces(self, job: StageJob, reader: "FileReader | None", memory: Tensor) -> Iterator[Piece]:
         for used in self.layout.weights:
             bundle, version = used.bundle, 0
+            place = memory[used.start : used.start + bundle.numel]
             if bundle.mapped and reader is not None:
-                yield from reader.request(used, job.pass_.step)
+                yield from reader.request(used, place, job.pass_.step)
                 continue
             if bundle.trainable:
                 version = job.pass_.version_read(bundle, used.layer, job.task)
@@ -150,7 +153,7 @@ class WeightUpload(BundleTransfer):
             for start, source in bundle.sources(version):
                 # Each bundle has an event: the optimizer may overwrite the version as soon as it has gone up.
                 access, what = job.uploads.get(used.use), "an uploaded version"
-                yield Piece(used, used.start + start, source.numel(), access, what, source)
+                yield Piece(used, source, place[start : start + source.numel()], access, what)
 
     def finish(self) -> Event:
         """Enqueue the rest, waiting for versions if needed. Returns the event after which the slot is filled."""
@@ -158,45 +161,38 @@ class WeightUpload(BundleTransfer):
         self.slot.frozen_weights = None if self._store.trained else self._content
         return self._device.record(self.stream, "uploaded weights")
 
-    def _begin(self, piece: Piece) -> None:
-        if piece.access is not None:
-            # An update may need this device's last gradients; and they need not wait for a disk.
-            if not piece.access.is_ready:
-                self._flush()
-            start_s = time.perf_counter()
-            piece.access.begin(self._board)
-            if piece.used.bundle.trainable:
-                self.waited_s += time.perf_counter() - start_s
-
-    def _copy(self, piece: Piece, start: int, stop: int) -> None:
-        assert piece.source is not None, "weights come from host memory"
-        target = self.slot.memory[piece.start + start : piece.start + stop]
-        self._device.copy(self.stream, target, piece.source[start:stop])
+    def _begin(self, piece: Piece) -> Piece:
+        # An update may need this device's last gradients; and they need not wait for a disk.
+        if not self._is_ready(piece):
+            self._flush()
+        start_s = time.perf_counter()
+        super()._begin(piece)
+        if piece.used.bundle.trainable:
+            self.waited_s += time.perf_counter() - start_s
+        return piece
 
 
 class GradientDownload(BundleTransfer):
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    It clears the slot first. The deepest layers go first, as the optimizer takes them; a layer's gradients go after
-    `layers_final`. `job` is the stage job that makes them; its `parts` are the accesses to their places on the host.
+    It clears the slot first. The deepest layers go first, as the optimizer takes them, each after `layers_final`.
     """
 
     stream, activations = Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD
 
     def __init__(self, worker: "DeviceWorker", job: StageJob, layout: StageLayout) -> None:
-        pieces = (
-            Piece(used, used.start, used.bundle.numel, job.parts[used.use], "a landed gradient")
-            for used in reversed(layout.gradients)  # in the order in which a backward makes them final
-        )
-        super().__init__(worker, worker.slots.gradients.next(layout.gradient_numel), pieces)
-        self.job = job
-        self._dtype = worker.setup.store.gradient_dtype
         self._rounding = worker.slots.rounding
+        self._dtype = worker.setup.store.gradient_dtype
         self._first_final = layout.layers.stop
-        self._target: Tensor | None = None  # of the first piece
-        if self.slot.released is not None:
-            self._device.wait(Stream.COMPUTE, self.slot.released, "a free slot for gradients")
-        self._device.run(Stream.COMPUTE, self.slot.memory.zero_, writes=[self.slot.memory])
+        slot = worker.slots.gradients.next(layout.gradient_numel)
+        pieces = []
+        for used in reversed(layout.gradients):  # in the order in which a backward makes them final
+            source = slot.memory[used.start : used.start + used.bundle.numel]
+            access = job.parts[used.use]
+            pieces.append(Piece(used, source, used.bundle.gradient, access, "a landed gradient"))
+        super().__init__(worker, job, slot, pieces)
+        self._device.wait(Stream.COMPUTE, slot.released, "a free slot for gradients")
+        self._device.run(Stream.COMPUTE, slot.memory.zero_, writes=[slot.memory])
 
     def layers_final(self, first: int) -> None:
         """Note that the computation enqueued so far is the last that adds to gradients of layer `first` or deeper ones."""
@@ -213,37 +209,31 @@ class GradientDownload(BundleTransfer):
     def _is_ready(self, piece: Piece) -> bool:
         return piece.used.layer >= self._first_final and super()._is_ready(piece)
 
-    def _begin(self, piece: Piece) -> None:
-        """Choose where a part goes: the bundle's gradient if the part is the whole sum, otherwise a buffer of its own."""
-        assert piece.access is not None, "a gradient has a place on the host"
-        piece.access.begin(self._board)
-        self._target = piece.used.bundle.gradient
-        if piece.used.bundle.adds_up:
-            self._target = piece.access.buffer.content.memory.view(self._dtype)
+    def _begin(self, piece: Piece) -> Piece:
+        super()._begin(piece)
+        if piece.access is None or not piece.used.bundle.adds_up:
+            return piece
+        # A buffer of its own, because the part is not the bundle's whole gradient.
+        return piece._replace(target=piece.access.buffer.content.memory.view(self._dtype))
 
-    def _copy(self, piece: Piece, start: int, stop: int) -> None:
-        assert self._target is not None, f"bundle {piece.used.bundle.index} has no gradient buffer"
-        target = self._target[start:stop]
-        source = self.slot.memory[piece.start + start : piece.start + stop]
+    def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:
-            self._device.copy(self.stream, target, source)
+            super()._copy(target, source)
             return
         # Rounded before the copy, so that fewer bytes cross the link. Both are in one stream: the next part's rounding
         # starts only after this part has left the rounding space.
         for part, exact in zip(target.split(ROUNDING_ELEMENTS), source.split(ROUNDING_ELEMENTS), strict=True):
             rounded = self._rounding[: exact.numel()]
             self._device.run(self.stream, partial(rounded.copy_, exact), reads=[exact], writes=[rounded])
-            self._device.copy(self.stream, part, rounded)
+            super()._copy(part, rounded)
 
 
 class FileReader(Worker):
     """A worker that reads frozen weights in files ahead of a device's uploads, into a ring of page-locked buffers.
 
     A copy from pageable memory blocks the thread that asks for it until it is over, and a page that is not in memory
-    blocks it until the disk has answered. The thread that launches a device's kernels must do neither.
-
-    The reader reads by offset from the file that was opened when the weights were mapped. It never touches the
-    map itself: if the file was cut short meanwhile, this gives an error, and the map would end the process.
+    blocks it until the disk has answered. The thread that launches a device's kernels must do neither. The reader never
+    touches the map: if the file was cut short meanwhile, reading gives an error, and the map would end the process.
     """
 
     def __init__(self, worker: "DeviceWorker") -> None:
@@ -255,11 +245,11 @@ class FileReader(Worker):
             buffer.content = pool.take(READER_BUFFER_BYTES)
         self._ring = itertools.cycle(ring)
 
-    def request(self, used: SlotRange, step: int) -> list[Piece]:
+    def request(self, used: SlotRange, place: Tensor, step: int) -> list[Piece]:
         """Let the weights of a bundle in files be read, in their order. Returns the pieces to upload, a buffer each.
 
-        The device's thread calls this, and begins and ends the accesses in turn. It may declare tasks as the controller
-        does, because no other thread uses the ring.
+        `place` is the bundle's range of a slot. The device's thread calls this, and begins and ends the accesses in turn.
+        It may declare tasks as the controller does, because no other thread uses the ring.
         """
         reads, pieces = [], []
         for first, mapped in used.bundle.mapped:
@@ -274,8 +264,8 @@ class FileReader(Worker):
                 upload = Task("upload of weights in files", step, self._location)
                 [access] = upload.declare(reads=[buffer]).accesses
                 source = buffer.content.memory[: memory.nbytes].view(memory.dtype)
-                place, what = used.start + first + start, "an uploaded piece of a file"
-                pieces.append(Piece(used, place, source.numel(), access, what, source))
+                target = place[first + start : first + start + source.numel()]
+                pieces.append(Piece(used, source, target, access, "an uploaded piece of a file"))
         if reads:
             self.put(reads)
         return pieces
@@ -297,15 +287,10 @@ class FileReader(Worker):
             space, begin = space[num_read:], begin + num_read
 
 
-# Kept activations of a stage for one micro-batch, by layer, and the slot that holds them after the event.
-BroughtUp = tuple[dict[int, tuple[Tensor, ...]], DeviceSlot, Event]
-
-
 class ActivationTransfers:
     """The transfers of one device's activations.
 
     What is brought up is valid until `end_micro_batch`, on the compute stream. `inputs` are the slots that hold it.
-    `bring` fills those of the three public rings.
     """
 
     def __init__(self, worker: "DeviceWorker") -> None:
@@ -321,25 +306,22 @@ class ActivationTransfers:
         self._micro_batches: dict[int, tuple[HostTensors, Batch]] = {}
         # For inputs of layers inside a stage, of two micro-batches: one computes while those of the next one arrive.
         self.restarts_in = SlotRing(device, depth=0)
-        self._ahead: BroughtUp | None = None  # of the next micro-batch
+        # Kept activations of the next micro-batch by layer, the slot that they fill, and the event after which it has them.
+        self._ahead: tuple[dict[int, HostTensors], DeviceSlot, Event] | None = None
         self.inputs: list[DeviceSlot] = []
 
     def prepare(self, shape: PassShape) -> None:
-        """Allocate now everything that passes of a shape need, instead of each buffer at its first use.
-
-        Each buffer has its largest size at once: memory of one that is replaced is not used again.
-        """
+        """Allocate now what passes of a shape need, in its largest size: memory that is replaced is not used again."""
+        sizes, shapes = self._sizes, set(shape.shapes)
 
         def largest(cuts: Iterable[int]) -> int:
-            sizes = (self._sizes.boundary(cut, one) for cut in cuts for one in shapes)
-            return max(sizes, default=0)
+            return max((sizes.boundary(cut, one) for cut in cuts for one in shapes), default=0)
 
-        shapes = set(shape.shapes)
         boundary_bytes = largest(shape.cuts)
-        output_bytes = largest([self._sizes.num_layers]) if shape.gives_outputs else 0
+        output_bytes = largest([sizes.num_layers] if shape.gives_outputs else [])
         # What the layers of each backward stage keep.
         kept = [
-            [self._sizes.kept(layer, one) for layer in range(stage.start, stage.stop)]
+            [sizes.kept(layer, one) for layer in range(stage.start, stage.stop)]
             for stage in shape.stages
             if stage.kind is StageKind.BACKWARD
             for one in shapes
@@ -348,77 +330,64 @@ class ActivationTransfers:
             self._integers.at(position, max(shape.integer_bytes))
         for position in range(2 * max(len(restarted_layers(s, shape.stale_layers)) for s in shape.stages)):
             self.restarts_in.at(position, boundary_bytes)
-        if boundary_bytes:
-            self.hidden_in.reserve(boundary_bytes)
-            if shape.training:
-                self.gradients_in.reserve(boundary_bytes)
+        self.hidden_in.reserve(boundary_bytes)
+        self.gradients_in.reserve(boundary_bytes if shape.training else 0)
         self._out.reserve(max(boundary_bytes, output_bytes, aligned(LOSS_BYTES)))
-        if kept_bytes := max(map(sum, kept), default=0):
-            self._kept_out.reserve(max(map(max, kept)))
-            self._kept_in.reserve(kept_bytes)
+        self._kept_out.reserve(max(map(max, kept), default=0))
+        self._kept_in.reserve(max(map(sum, kept), default=0))
 
     # Up.
 
     def bring_micro_batch(self, integers: HostTensors, position: int) -> Batch:
-        """Upload a micro-batch's integers, once per round: later stages of the round on this device find them there.
-
-        `position` is the micro-batch's position in its round.
-        """
+        """Upload the integers of the micro-batch at a position of its round, once for all its stages on this device."""
         slot = self._integers.at(position, integers.packing.nbytes)
         cached = self._micro_batches.get(position)
-        if cached is None or cached[0] is not integers:
-            assert integers.rebuild is not None, "only a micro-batch's tensors are uploaded here"
-            self._device.wait(Stream.COMPUTE, self._upload([integers], slot), "an uploaded input")
-            [tensors] = slot.views([integers.packing])
-            cached = self._micro_batches[position] = integers, integers.rebuild(tensors)
-        self.inputs.append(slot)
-        return cached[1]
+        if cached is not None and cached[0] is integers:
+            self.inputs.append(slot)
+            return cached[1]
+        assert integers.rebuild is not None, "only a micro-batch's tensors are uploaded here"
+        [tensors] = self._received([integers], slot, self._upload([integers], slot))
+        micro_batch = integers.rebuild(tensors)
+        self._micro_batches[position] = integers, micro_batch
+        return micro_batch
 
     def bring(self, value: HostTensors, ring: SlotRing) -> Hidden:
         """Upload a stage's input through a ring, or the gradients of its output."""
         slot = ring.next(value.packing.nbytes)
-        self._device.wait(Stream.COMPUTE, self._upload([value], slot), "an uploaded input")
-        self.inputs.append(slot)
-        return unflatten(slot.views([value.packing])[0], value.packing.structure)
+        [tensors] = self._received([value], slot, self._upload([value], slot))
+        return unflatten(tensors, value.packing.structure)
 
     def bring_kept(self, pass_: Pass, layers: Iterable[int], m: int) -> dict[int, tuple[Tensor, ...]]:
         """Bring up what the layers keep of micro-batch `m`, unless that is done."""
-        brought, self._ahead = self._ahead, None
-        if brought is None:
-            brought = self._upload_kept({layer: self._wait(pass_.kept.at(layer, m)) for layer in layers})
-        if brought is None:
+        if self._ahead is None:
+            self._upload_kept({layer: self._wait(pass_.kept[layer, m]) for layer in layers})
+        if self._ahead is None:
             return {}
-        tensors, slot, uploaded = brought
-        self._device.wait(Stream.COMPUTE, uploaded, "an uploaded input")
-        self.inputs.append(slot)
-        return tensors
+        (kept, slot, uploaded), self._ahead = self._ahead, None
+        return dict(zip(kept, self._received(list(kept.values()), slot, uploaded), strict=True))
 
     def bring_kept_ahead(self, pass_: Pass, layers: Iterable[int], m: int) -> None:
         """Begin to bring up what the layers keep of the next micro-batch, unless it is still to be sent.
 
-        Call this after the gradient of the present micro-batch is brought up. These copies wait until the micro-batch
-        before has left their slot, and would hold up a gradient in the queue behind them.
+        Call this after the present micro-batch's gradient is brought up, which would be held up behind these copies: they
+        wait until the micro-batch before has left their slot.
         """
-        values = {layer: pass_.kept.at(layer, m) for layer in layers}
+        values = {layer: pass_.kept[layer, m] for layer in layers}
         # Never waits: other devices may need what this thread sends first.
         if all(value.happened for value in values.values()):
-            self._ahead = self._upload_kept({i: self._board.wait(value) for i, value in values.items()})
+            self._upload_kept({layer: self._board.wait(value) for layer, value in values.items()})
 
-    def _upload_kept(self, found: dict[int, HostTensors | None]) -> BroughtUp | None:
-        """Copy all that a stage's layers keep of a micro-batch into one slot. None if that is nothing."""
+    def _upload_kept(self, found: dict[int, HostTensors | None]) -> None:
+        """Copy all that a stage's layers keep of a micro-batch into one slot."""
         kept = {layer: value for layer, value in found.items() if value is not None}
-        if not kept:
-            return None
-        packings = [value.packing for value in kept.values()]
-        slot = self._kept_in.next(sum(packing.nbytes for packing in packings))
-        uploaded = self._upload(list(kept.values()), slot)
-        return dict(zip(kept, slot.views(packings), strict=True)), slot, uploaded
+        if kept:
+            slot = self._kept_in.next(sum(value.packing.nbytes for value in kept.values()))
+            self._ahead = kept, slot, self._upload(list(kept.values()), slot)
 
     def _upload(self, values: Sequence[HostTensors], slot: DeviceSlot) -> Event:
         """Copy values one after the other into a slot. Returns the event after which they are there."""
         device, start = self._device, 0
-        if slot.released is not None:
-            device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for an input")
+        device.wait(Stream.ACTIVATION_UPLOAD, slot.released, "a free slot for an input")
         for value in values:
             device.wait(Stream.ACTIVATION_UPLOAD, value.landed, "an input in host memory")
             stop = start + value.packing.nbytes
@@ -429,6 +398,14 @@ class ActivationTransfers:
         for value in values:
             value.reader_ends(uploaded, self._pool)
         return uploaded
+
+    def _received(
+        self, values: Sequence[HostTensors], slot: DeviceSlot, uploaded: Event
+    ) -> list[tuple[Tensor, ...]]:
+        """Let the computation that is enqueued next read values in a slot, after `uploaded`."""
+        self._device.wait(Stream.COMPUTE, uploaded, "an uploaded input")
+        self.inputs.append(slot)
+        return slot.views([value.packing for value in values])
 
     def end_micro_batch(self) -> None:
         """Note that nothing more will read what was brought up for the micro-batch."""
@@ -472,18 +449,11 @@ class ActivationTransfers:
         """Copy tensors through a ring into a buffer of the pool of at least `buffer_bytes`."""
         device = self._device
         slot = ring.next(packing.nbytes)
-        if slot.released is not None:
-            device.wait(Stream.COMPUTE, slot.released, "a free slot to pack into")
+        device.wait(Stream.COMPUTE, slot.released, "a free slot to pack into")
         # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give
         # their memory to the next computation while a copy on another stream still reads it.
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        device.run(
-            Stream.COMPUTE,
-            partial(fill, slot.views([packing])[0], tensors),
-            # A layer may pass a part of its input on unchanged.
-            reads=[one.memory for one in self.inputs if one.memory.untyped_storage().data_ptr() in addresses],
-            writes=[slot.memory],
-        )
+        reads = [one.memory for one in self.inputs]  # a layer may pass a part of its input on unchanged
+        device.run(Stream.COMPUTE, partial(fill, slot.views([packing])[0], tensors), reads, [slot.memory])
         device.follow(Stream.ACTIVATION_DOWNLOAD, Stream.COMPUTE, "packed tensors")
         buffer = self._pool.take(max(packing.nbytes, buffer_bytes))
         # Devices that used the buffer for something else may still read it.
