@@ -14,7 +14,7 @@ from typing import Any
 from torchround.config import Config, TokenizerTable
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
-from torchround.data.sequence_stream import CONVERSATIONS
+from torchround.data.loader import CONVERSATIONS
 from torchround.data.text.chat import ChatTemplate
 from torchround.hf.tensor_folder import read_object
 from torchround.untrusted.regular_file import write_whole
@@ -111,7 +111,7 @@ def _as_list(ids: Any) -> list[int]:
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a text: of a document, of a turn in a chat, and what the model's folder names."""
     ends = [tokenizer.eos_id]
-    if tokenizer.templates.default is not None and (end := turn_end_id(tokenizer)) is not None:
+    if tokenizer.template.text is not None and (end := turn_end_id(tokenizer)) is not None:
         ends.append(end)
     table, path = config.tokenizer, config.model.hf_path
     # A tokenizer from elsewhere has other ids.

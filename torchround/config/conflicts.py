@@ -45,8 +45,6 @@ def _training(config: Config) -> Iterator[Conflict]:
     if training.micro_batch_size > training.global_batch_size:
         legal = "a micro-batch of at most global_batch_size sequences"
         yield "training.micro_batch_size training.global_batch_size", legal
-    if training.global_batch_size % config.data.streams:
-        yield "data.streams training.global_batch_size", "a batch that is a multiple of the streams"
     if training.fp16_accumulation and training.dtype != "float16":
         yield "training.fp16_accumulation training.dtype", 'true with "float16"'
     # Steps that data.epochs make are checked once they are counted.

@@ -37,7 +37,7 @@ class TokenizerTable(Table):
 
     chat_template_kwargs: TemplateVariables | None = None
     """Further variables for chat templates, as `apply_chat_template` of transformers takes them, for example `{ enable_thinking
-    = false }`. A record's field `chat_template_kwargs` goes before them."""
+    = false }`."""
 
 
 class SourceTable(Table):
@@ -47,11 +47,10 @@ class SourceTable(Table):
     """A file, a glob (`corpus/**/*.jsonl`), or `python-stdlib`, the source files of the running Python's standard library: real
     text that every machine has. With `format = "dataset"`, a folder or a name that the package datasets loads. Required."""
 
-    format: Literal["auto", "text", "json", "jsonl", "csv", "tsv", "parquet", "dataset"] = "auto"
+    format: Literal["auto", "text", "json", "jsonl", "parquet", "dataset"] = "auto"
     """File format. `text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one JSON object
-    per line, compressed if the name ends in `.gz` or `.zst`. `csv`, `tsv`: a header, and one document per row. `parquet`: one
-    document per row. `dataset`: read through the package datasets. `auto`: by the ending of each file's name (`.json`,
-    `.jsonl`, `.csv`, `.tsv`, `.parquet`), otherwise `text`."""
+    per line, compressed if the name ends in `.gz` or `.zst`. `parquet`: one document per row. `dataset`: read through the
+    package datasets. `auto`: by the ending of each file's name (`.json`, `.jsonl`, `.parquet`), otherwise `text`."""
 
     module: Name | None = None
     """Python module of your own that reads the files, in place of `format`: `read(path)` yields a table of fields for each record
@@ -59,7 +58,7 @@ class SourceTable(Table):
 
     content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
     """Content of a record. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of `{from, value}`
-    (ShareGPT), with an optional field `tools`. `alpaca`: fields `instruction`, `input` and `output`. `prompt_completion`:
+    (ShareGPT), with optional fields `tools` and `system`. `alpaca`: fields `instruction`, `input` and `output`. `prompt_completion`:
     fields `prompt` (or `question`) and `completion` (or `response`, `answer`), each a string or a list of messages; the
     completion is learnt. `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
 
@@ -112,20 +111,20 @@ class DataTable(Table):
     whole documents, combined with little padding. `auto`: `best_fit` if a source holds conversations, otherwise
     `contiguous`."""
 
-    long_documents: Literal["cut", "skip", "split"] = "cut"
-    """Treatment of documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `skip`: leave them
-    out. `split`: keep everything, in parts that do not attend to each other. The log counts such documents."""
+    long_documents: Literal["cut", "split"] = "cut"
+    """Treatment of documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `split`: keep
+    everything, in parts that do not attend to each other. The log counts such documents."""
 
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens of a conversation that the loss counts: the assistant's turns, each with the token that ends it, or all."""
 
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """Reaction to a record that cannot be used: broken JSON, a missing field, invalid UTF-8, a truncated archive, an error in
-    the chat template. `stop`: the run ends after a checkpoint. `skip`: it is left out, counted and named."""
+    """Reaction to a record that cannot be used: broken JSON, a missing field, invalid UTF-8, an error in the chat
+    template. `stop`: the run ends after a checkpoint. `skip`: it is left out, counted and named."""
 
     max_bad_fraction: Fraction = 0.01
     """Fraction of a source's records that may be bad with `on_bad_record = "skip"`. The run ends with exit code 1 after a
-    checkpoint once more are, and more than 10 in each pass. A file that cannot be read always ends the run."""
+    checkpoint once more are, and more than 10 in each pass. A file that is damaged or cannot be read always ends the run."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents held out from training. `validation` without sources uses it. Copies of a document are held out
@@ -133,9 +132,3 @@ class DataTable(Table):
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Threads that read and tokenise ahead of the training loop, or 0. The order of the data does not depend on it."""
-
-    streams: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Streams that the documents are dealt to. Each packs and shuffles its own documents and makes an equal part of every
-    batch, so `training.global_batch_size` must be a multiple. Another number gives other batches. A machine of several reads
-    only the streams that its sequences come from: with a multiple of all machines' rounds in a step, each sequence is read on
-    one machine. With 1, every machine reads all sequences."""

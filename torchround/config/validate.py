@@ -28,6 +28,7 @@ MOST_MISTAKES = 20
 
 GONE_KEYS = {
     "data.on_changed_files": "stop",
+    "data.streams": 1,
     "engine.share_links": "auto",
     "machines.compress": "none",
     "trace.memory": False,
