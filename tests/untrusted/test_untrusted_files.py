@@ -50,6 +50,7 @@ FORGED = {
     "a shape below zero": ({"w": WHOLE | {"shape": [-2, -3]}}, "w has shape"),
     "offsets that go backwards": ({"w": WHOLE | {"data_offsets": [24, 0]}}, "w has shape"),
     "an offset that is no integer": ({"w": WHOLE | {"data_offsets": [False, 24]}}, "w has shape"),
+    "sizes without end": ({"w": WHOLE | {"shape": [2**62] * 65}}, "w has shape"),
     "a shape of another size": ({"w": WHOLE | {"shape": [2**40, 2**40]}}, "w takes 24 bytes, but its shape"),
 }
 

@@ -48,8 +48,10 @@ def read_tensor_header(
 def _entry(name: str, fields: Any, item_bytes: Mapping[str, int]) -> TensorEntry:
     begin, end = fields["data_offsets"]
     shape, dtype_name = tuple(fields["shape"]), str(fields["dtype"])
-    if any(type(number) is not int or number < 0 for number in (begin, end, *shape)) or end < begin:
-        raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}")
+    numbers = (begin, end, *shape)
+    # PyTorch has at most 64 dimensions, and the product of more sizes takes time that grows with their square.
+    if len(shape) > 64 or any(type(number) is not int or number < 0 for number in numbers) or end < begin:
+        raise ValueError(f"{name} has shape {shape[:64]} at bytes {begin} to {end}")
     if dtype_name in item_bytes and end - begin != math.prod(shape) * item_bytes[dtype_name]:
         raise ValueError(f"{name} takes {end - begin} bytes, but its shape {shape} in {dtype_name} does not")
     return TensorEntry(dtype_name, shape, begin, end)
