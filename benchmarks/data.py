@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from benchmarks.frame import ROOT, Benchmark, Option, Report
 from torchround.config import DataTable, SourceTable, TokenizerTable
-from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
+from torchround.data import Loader, Tokenizer, build_tokenizer, num_tokens
 from torchround.planning.cards import find_device
 
 SEQ_LEN = 2048
@@ -95,7 +95,7 @@ def write_chats(path: Path, texts: list[str]) -> Path:
 def loader_speed(source: SourceTable, tokenizer: Tokenizer, workers: int, seconds: float) -> float:
     """Measure tokens per second after the first batch. The saved position is taken each time, as in a run."""
     data = DataTable(sources=(source,), num_workers=workers)
-    loader = build_loader(data, tokenizer, SEQ_LEN, 16, 0)
+    loader = Loader(data, tokenizer, SEQ_LEN, 16, 0)
     next(loader)
     tokens, start_s = 0, time.perf_counter()
     while time.perf_counter() - start_s < seconds:

@@ -17,9 +17,9 @@ from torchround.config import TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.sequence_stream import tokenise
 from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.template_files import TemplateSources
+from torchround.data.text.template_files import TemplateSource
+from torchround.data.tokenising import tokenise
 
 VOCABULARIES = {"llama3": "llama3", "gpt_oss": "gpt_oss"} | dict.fromkeys(
     ("qwen3", "qwen3_thinking", "qwen3_5", "qwen3_8"), "qwen3"
@@ -51,7 +51,7 @@ def learnt(tokenizer, messages, tools=(), loss_on="assistant"):
     if key not in MADE:
         MADE[key] = tokenizer, ChatTemplate(tokenizer, loss_on)  # which starts a process; the tokenizer keeps its id
     content = MADE[key][1](Conversation(tuple(messages), tuple(tools)))
-    piece = tokenise(tokenizer, DocumentPiece(content, 0, 0, Document("here"), first=True, last=True))
+    piece = tokenise(tokenizer, DocumentPiece(content, 0, Document("here"), first=True, last=True))
     return piece.tokens.tolist(), piece.learn.tolist()
 
 
@@ -138,7 +138,7 @@ def test_a_message_cannot_fake_a_turn_of_the_assistant(ours, name):
 
 
 def with_template(tokenizer, template):
-    return ChatTemplate(replace(tokenizer, templates=TemplateSources(template, file=Path("chat.jinja"))))
+    return ChatTemplate(replace(tokenizer, template=TemplateSource(template, file=Path("chat.jinja"))))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(ours, folders):
     """Before, the line ends of both sides were two tokens; the template's text has one."""
     encode = tokenizers.Tokenizer.from_file(str(folders["qwen3"] / "tokenizer.json")).encode
     header, ending = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n\n", "Hello.<|im_end|>"
-    tokenizer = replace(ours["qwen3"], templates=TemplateSources(LOOP + PROMPT))
+    tokenizer = replace(ours["qwen3"], template=TemplateSource(LOOP + PROMPT))
     tokens, learn = learnt(tokenizer, [question("x"), answer("\nHello.")])
     assert tokens == encode(f"{header}{ending}\n", add_special_tokens=False).ids
     before = len(encode(header, add_special_tokens=False).ids)

@@ -1,8 +1,6 @@
 """Messages as their authors mark them, which template writes a conversation, and what its own checks see."""
 
 import json
-import logging
-from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,13 +19,13 @@ from tests.support.conversations import (
     written,
 )
 from torchround.config import SourceTable, TokenizerTable
-from torchround.data import DataError, TokenizerError, build_tokenizer
+from torchround.data import DataError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.formats.content import RecordReader
 from torchround.data.reading_order import DocumentPiece
-from torchround.data.sequence_stream import tokenise
 from torchround.data.text.chat import REASONING, ChatTemplate
-from torchround.data.text.template_files import TemplateSources
+from torchround.data.text.template_files import TemplateSource
+from torchround.data.tokenising import tokenise
 
 LOOP = conversations.LOOP + conversations.PROMPT
 FAMILIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}
@@ -58,19 +56,20 @@ def test_a_message_without_weight_is_written_and_not_learnt(templates, name):
     assert learnt(templates[name], none) == []
 
 
-def test_of_one_turn_with_several_headers_only_the_messages_with_weight_are_learnt(templates):
+def test_a_turn_with_several_headers_is_learnt_or_not_as_a_whole(templates):
     """GPT-OSS writes thoughts and answer with a header each, and neighbouring messages as one turn."""
     messages = [
         question("one"),
         answer("", tool_calls=[call("weather", city="Köln")], weight=0),
         {"role": "tool", "content": "rain"},
-        answer("draft", weight=0),
         answer("It rains.", thinking="Hm."),
     ]
     end = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It rains.<|return|>"
     assert learnt(templates["gpt_oss"], messages) == [end]
-    messages[-2]["weight"], messages[-1]["weight"] = 1, 0
-    assert learnt(templates["gpt_oss"], messages) == ["<|channel|>final<|message|>draft<|end|>"]
+    neighbours = [question("one"), answer("draft", weight=0), answer("It rains.")]
+    assert learnt(templates["gpt_oss"], neighbours) == ["<|channel|>final<|message|>It rains.<|return|>"]
+    with pytest.raises(DataError, match="does not write each message of the assistant as a turn of its own"):
+        templates["gpt_oss"](Conversation((*neighbours[:2], answer("It rains.", thinking="Hm."))))
 
 
 def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(chat_tokenizers):
@@ -80,8 +79,6 @@ def test_with_loss_on_all_a_message_without_weight_is_not_learnt_either(chat_tok
         "<|im_start|>user\none<|im_end|>\n",
         "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\nsecond<|im_end|>\n",
     ]
-    with pytest.raises(DataError, match=r"message 0 \(user\) has weight 0 .* data.loss_on = \"assistant\""):
-        template(Conversation((question("one", train=False), answer("two"))))
 
 
 JOINS = (
@@ -120,40 +117,10 @@ def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transforme
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", "tool_calls"])
 def test_a_message_of_reasoning_or_calls_needs_no_content(templates, field):
     value = [call("weather")] if field == "tool_calls" else "the thought"
-    reader = RecordReader(SourceTable(path="x.jsonl", content="messages"), templates["qwen3"])
+    reader = RecordReader(SourceTable(path="x.jsonl", content="messages"), render=templates["qwen3"])
     record = {"messages": [question("one"), {"role": "assistant", "content": None, field: value}]}
     text = "".join(span.text for span in reader.read(Document("x.jsonl", number=1), record))
     assert ("weather" if field == "tool_calls" else "the thought") in text
-
-
-# Fields that a template drops.
-
-WITH_FIELDS = (
-    question("one"),
-    answer("", tool_calls=[call("weather"), call("now")], reasoning="Hm."),
-    {"role": "tool", "content": "rain"},
-    answer("two"),
-)
-
-
-def warnings_of(caplog):
-    texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    return sorted(text.split(" of a conversation")[0].removeprefix("the chat template leaves out ") for text in texts)
-
-
-def test_each_kind_of_field_that_a_template_drops_is_said_once_and_no_other(chat_tokenizers, caplog):
-    drops = with_templates(chat_tokenizers["qwen3"], LOOP)
-    first_call = with_templates(chat_tokenizers["gpt_oss"], released("gpt_oss"))
-    every = with_templates(chat_tokenizers["qwen3"], released("qwen3"))
-    for template, tools, expected in (
-        (drops, (TOOL,), ["reasoning", "tool calls", "tools"]),
-        (first_call, (), ["tool calls"]),
-        (every, (), []),
-    ):
-        caplog.clear()
-        for _ in range(3):
-            template(Conversation(WITH_FIELDS, tools))
-        assert warnings_of(caplog) == expected
 
 
 DIALOGUE = [question("one"), answer("two")]
@@ -169,31 +136,23 @@ def qwen(chat_tokenizers):
     return chat_tokenizers["qwen3"]
 
 
-# Templates with names.
+# Where a template is.
 
 
 def named(name):
     return LOOP.replace("{{ m.content }}", name + " {{ m.content }}")
 
 
-TEMPLATE_LIST = [
-    {"name": "default", "template": named("plain")},
-    {"name": "tool_use", "template": named("tools")},
-    {"name": "rag", "template": "no turns"},
-]
-IN_FILES = {"chat_template.jinja": named("plain"), "additional_chat_templates/tool_use.jinja": named("tools")}
+TEMPLATE_LIST = [{"name": "default", "template": named("plain")}, {"name": "rag", "template": "no turns"}]
 
 
-@pytest.mark.parametrize("place", ["list", "files", "file beside a list"])
-def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_transformers(folder, tmp_path, place):
+@pytest.mark.parametrize("place", ["text", "list", "file beside a list"])
+def test_the_default_template_of_a_folder_is_found_as_in_transformers(folder, tmp_path, place):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    if place != "files":
-        settings["chat_template"] = TEMPLATE_LIST
-    for name, text in IN_FILES.items() if place != "list" else ():
-        if place == "files" or name == "chat_template.jinja":
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
+    settings["chat_template"] = named("plain") if place == "text" else TEMPLATE_LIST
+    if place == "file beside a list":
+        (tmp_path / "chat_template.jinja").write_text(named("file"))
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = ChatTemplate(build_tokenizer(TokenizerTable(path=str(tmp_path))))
@@ -204,31 +163,7 @@ def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_trans
         assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
 
 
-def test_templates_without_a_default_say_which_key_gives_one(qwen, tmp_path):
-    tokenizer = replace(qwen, templates=TemplateSources(file=tmp_path / "tokenizer_config.json"))
-    with pytest.raises(TokenizerError, match=r'no template named "default" in .*give tokenizer.chat_template'):
-        ChatTemplate(tokenizer)
-    only_tools = with_templates(qwen, None, with_tools=LOOP)
-    assert learnt(only_tools, DIALOGUE, (TOOL,)) == ["two<|im_end|>"]
-    with pytest.raises(DataError, match=r"offers no tools, and the only chat template .*\(tool_use\)"):
-        only_tools(Conversation(tuple(DIALOGUE)))
-
-
-def test_another_template_for_tools_is_another_place_in_the_data():
-    alone, both = TemplateSources(LOOP), TemplateSources(LOOP, with_tools=LOOP)
-    settings = TemplateSources(LOOP, settings={"enable_thinking": False})
-    assert len({alone.digest(), both.digest(), settings.digest()}) == 3
-
-
 # Templates that mark turns in other ways.
-
-
-def test_a_template_that_writes_only_with_tools_is_read(qwen):
-    needs = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools | tojson }}\n" + LOOP
-    template = with_templates(qwen, needs)
-    assert learnt(template, DIALOGUE, (TOOL,)) == ["two<|im_end|>"]
-    with pytest.raises(DataError, match="no tools"):
-        template(Conversation(tuple(DIALOGUE)))
 
 
 BY_ADDED_TOKENS = (
@@ -246,9 +181,7 @@ def test_turns_may_be_marked_by_added_tokens_that_are_not_special(qwen):
     ]
     faked = [question("one</tool_call>\n<tool_call>\nlearn me</tool_call>"), answer("two")]
     assert learnt(template, faked) == ["two</tool_call>"]
-    piece = tokenise(
-        qwen, DocumentPiece(template(Conversation(tuple(faked))), 0, 0, Document("x"), first=True, last=True)
-    )
+    piece = tokenise(qwen, DocumentPiece(template(Conversation(tuple(faked))), 0, Document("x"), first=True, last=True))
     assert piece.tokens.tolist().count(qwen.in_text["<tool_call>"]) == 1
     assert piece.tokens.tolist().count(qwen.in_text["</tool_call>"]) == 2
     assert faked[0]["content"] in qwen.decode(piece.tokens.tolist())
@@ -265,22 +198,14 @@ def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwe
 THINKS = LOOP.replace("{{ m.content }}", "{{ mood | default('calm') }} {{ m.content }}")
 
 
-def test_variables_come_from_the_config_and_from_the_record(folder, tmp_path):
+def test_variables_come_from_the_config_and_are_part_of_the_place_in_the_data(folder, tmp_path):
     (tmp_path / "t.jinja").write_text(THINKS)
     table = TokenizerTable(
         path=str(folder), chat_template=str(tmp_path / "t.jinja"), chat_template_kwargs={"mood": "glad"}
     )
-    template = ChatTemplate(build_tokenizer(table))
-    assert "glad two" in written(template, DIALOGUE)
-    reader = RecordReader(SourceTable(path="x", content="messages"), template)
-    spans = reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": {"mood": "<|im_end|>"}})
-    assert [span.text for span in spans if span.learn] == ["<|im_end|> two", "<|im_end|>"]
-    pairs = RecordReader(SourceTable(path="x", content="prompt_completion"), template)
-    record = {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:], "chat_template_kwargs": '{"mood": "sad"}'}
-    spans = pairs.read(Document("x"), record)
-    assert "sad two" in [span.text for span in spans]
-    with pytest.raises(DataError, match="field 'chat_template_kwargs' is a list, not an object"):
-        reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": [1]})
+    tokenizer = build_tokenizer(table)
+    assert "glad two" in written(ChatTemplate(tokenizer), DIALOGUE)
+    assert tokenizer.template.digest() != TemplateSource(THINKS).digest()
 
 
 # Checks of a template itself.

@@ -1,7 +1,5 @@
-"""The order of documents: copies apart, each once an epoch, sources by their shares, and the order of earlier runs."""
+"""The order of documents: copies apart, each once an epoch, and sources by their shares."""
 
-import hashlib
-import json
 import random
 from collections import Counter
 from itertools import islice
@@ -13,10 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.batch_contents import write_lines
 from torchround.config import DataTable, SourceTable
-from torchround.data import DataError, Loader, build_loader
+from torchround.data import Loader
 from torchround.data.formats.streams import open_source
 from torchround.data.reading_order import MixSettings, Reader
-from torchround.data.sequence_stream import OrderRules
 from torchround.data.shuffling import EpochKey, epoch_order, shuffled
 
 # A document begins with its own two numbers below BASE, and only there.
@@ -61,28 +58,25 @@ def whole(source, **keys):
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "batch", "earlier", "full"),
-    [(2048 // 8, 32, 0.25, 0.97), pytest.param(4096 // 8, 16, 0.6, 0.94, marks=pytest.mark.nightly)],
+    ("seq_len", "batch", "full"), [(2048 // 8, 32, 0.97), pytest.param(4096 // 8, 16, 0.94, marks=pytest.mark.nightly)]
 )
-def test_copies_of_300_chats_do_not_meet_in_a_step(tmp_path, tokenizer, seq_len, batch, earlier, full):
-    """An epoch fills about two steps. Under the rules of earlier runs, a quarter to two thirds of the chats met copies.
+def test_copies_of_300_chats_do_not_meet_in_a_step(tmp_path, tokenizer, seq_len, batch, full):
+    """An epoch fills about two steps.
 
     The smaller groups cost little: at least the share `full` of the positions holds tokens.
     """
     data = whole(write_documents(tmp_path / "x.jsonl", chat_lengths(300)), epochs=8)
-    loader = build_loader(data, tokenizer, seq_len, batch, 0)
+    loader = Loader(data, tokenizer, seq_len, batch, 0)
     batches = list(loader)
     assert share_of_copies(batches) == 0
     assert sum(map(loader.num_tokens, batches)) > full * sum(found.tokens.numel() for found in batches)
-    old = Loader(data, tokenizer, seq_len, batch, 0, rules=OrderRules(1, 0))
-    assert share_of_copies(old) > earlier
 
 
 @pytest.mark.parametrize(("batch", "sequences", "shuffle"), [(1, 24, True), (8, 32, True), (7, 70, False)])
 def test_four_steps_per_epoch_are_enough_to_keep_copies_apart(tmp_path, tokenizer, batch, sequences, shuffle):
     """Each document is a quarter of a sequence. An epoch has at least 24 sequences, six of the smallest groups."""
     source = write_documents(tmp_path / "x.jsonl", [8] * (4 * sequences))
-    loader = build_loader(whole(source, epochs=4, shuffle=shuffle), tokenizer, 32, batch, sequences)
+    loader = Loader(whole(source, epochs=4, shuffle=shuffle), tokenizer, 32, batch, sequences)
     assert share_of_copies(loader) == 0
 
 
@@ -106,7 +100,7 @@ def test_every_document_is_in_each_epoch_once_and_the_last_batch_has_the_rest(
     data = DataTable(
         sources=sources, packing="best_fit", long_documents=handling, epochs=epochs, validation_fraction=held_out
     )
-    batches = list(build_loader(data, tokenizer, 32, batch, 0))
+    batches = list(Loader(data, tokenizer, 32, batch, 0))
     assert {len(found.tokens) for found in batches[:-1]} <= {batch}
     counts = Counter(number for found in batches for number in documents_of(found))
     everything = Counter(range(len(lengths) + 3)) + Counter(range(17))
@@ -182,78 +176,3 @@ def test_a_shuffle_is_the_one_that_earlier_checkpoints_were_written_with():
     seed = 0x14388CD00947B554
     expected = sorted(range(10), key=lambda index: mixed((seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64))
     assert shuffled(10, "0/0/0").tolist() == expected
-
-
-DATA = {"seed": 5, "shuffle": True, "tokenizer": "bytes with 259 tokens", "weights": [1.0], "weight_by": "source"}
-DATA |= {"sources": ["20 documents in 829 bytes (layout 2a229ef9d6fa) as text"], "validation_fraction": 0.0}
-USED = "117 131 57 69 82 87 67 76 44 58 28 31 62 66 33 35 93 92 53 49 83 86 50 56"
-
-
-def reader(place, epoch, used, drawn):
-    progress = {"place": [place], "epoch": epoch, "used": used, "drawn": drawn, "bad": 0}
-    return {"sources": [progress], "source": None, "offset": 0}
-
-
-# For each kind of run: its keys, the position after its fourth batch, and a hash of the tokens of the 30 batches after that.
-# All three are of the last version with the earlier rules, on the records that `source` writes.
-EARLIER = {
-    "text": (
-        {},
-        {"packing": "contiguous"},
-        {"tokens": [*b"ord 3 record 3 record 3 ", 257], "reader": reader(6, 1, 6, 26)},
-        "259663914fa7cf3e",
-    ),
-    "windows": (
-        {"shuffle_sequences": 40},
-        {"packing": "contiguous", "seq_len": 64, "shuffle_sequences": 40},
-        {"window": 0, "taken": 12, "packing": {"tokens": [], "reader": reader(0, 0, 0, 0)}}
-        | {"so_far": {"reader": reader(4, 4, 4, 84), "long": 0}},
-        "c15d2dcc5d7bde8d",
-    ),
-    "whole": (
-        {"packing": "best_fit"},
-        {"packing": "best_fit", "seq_len": 64, "long_documents": "cut"},
-        {"reader": reader(0, 0, 0, 0), "waiting": [], "group": 0, "long": 0, "without": [], "until": None, "left": 12}
-        | {"gone": [[0, int(number), 0] for number in USED.split()]}
-        | {"so_far": {"long": 0, "reader": reader(13, 6, 13, 133)}},
-        "4520cda3a1a744dc",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def loader_of(tmp_path_factory, tokenizer):
-    path = tmp_path_factory.mktemp("earlier") / "x.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"record {n} " * (n % 5 + 1)}) for n in range(20)))
-    return lambda **keys: build_loader(DataTable(sources=(SourceTable(path=str(path)),), **keys), tokenizer, 64, 3, 5)
-
-
-def position_of(kind):
-    _, more, position, _ = EARLIER[kind]
-    return {"data": {**DATA, **more}, "position": position}
-
-
-def digest(batches):
-    return hashlib.sha256(json.dumps([batch.tokens.tolist() for batch in batches]).encode()).hexdigest()[:16]
-
-
-@pytest.mark.parametrize("kind", EARLIER)
-def test_a_run_keeps_the_order_that_it_began_with_and_a_new_run_has_another(loader_of, kind):
-    keys, _, _, expected = EARLIER[kind]
-    loader, batches = loader_of(**keys), []
-    loader.load_state_dict(position_of(kind))
-    for _ in range(30):
-        batches.append(next(loader))
-        # The rules stay the earlier ones in every later position.
-        assert "order" not in loader.state_dict()["data"]
-    assert digest(batches) == expected
-    new = loader_of(**keys)
-    assert digest(islice(new, 4, 34)) != expected and new.state_dict()["data"]["order"] == 2
-
-
-def test_rules_that_no_version_has_are_refused(loader_of):
-    loader, state = loader_of(), position_of("text")
-    changes = [("order", 3), ("order", True), ("order", "2"), ("shuffle_sequences", -1), ("shuffle_sequences", 2**40)]
-    for key, value in changes:
-        with pytest.raises(DataError, match="other data"):
-            loader.load_state_dict({**state, "data": {**state["data"], key: value}})

@@ -10,7 +10,7 @@ import pytest
 from tests.support.batch_contents import documents, loader_of, write_lines
 from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import DataTable, SourceTable, ValidationTable
-from torchround.data import DataError, build_loader, build_validation_loader, num_tokens
+from torchround.data import DataError, Loader, build_validation_loader, num_tokens
 
 TURNS = [(f"question {n} " + "why " * (n % 17), f"answer {n} " + "so " * (n * 7 % 31)) for n in range(90)]
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -72,7 +72,7 @@ def test_a_held_out_document_is_never_trained_on_not_even_as_a_copy(tmp_path, to
     texts = [{"text": f"record {number % 300} {number % 300 * 7919}"} for number in range(600)]
     source = SourceTable(path=str(write_lines(tmp_path / "x.jsonl", texts)))
     data = DataTable(sources=(source,), epochs=2, validation_fraction=fraction, packing="best_fit")
-    trained = [text for text, _ in documents(build_loader(data, tokenizer, 64, 8, 3), tokenizer)]
+    trained = [text for text, _ in documents(Loader(data, tokenizer, 64, 8, 3), tokenizer)]
     table = ValidationTable(interval_steps=1, max_batches=1000)
     validated = [text for text, _ in documents(build_validation_loader(table, tokenizer, 64, 8, data), tokenizer)]
     assert not set(trained) & set(validated)
@@ -91,7 +91,7 @@ def test_validation_on_another_split_reads_that_split_and_training_its_own(tmp_p
     train, held = (SourceTable(path=str(tmp_path / "saved"), format="dataset", split=split) for split in splits)
     data = DataTable(sources=(train,), epochs=2)
     table = ValidationTable(interval_steps=1, sources=(held,), max_batches=1000)
-    trained = documents(build_loader(data, tokenizer, 512, 4, 0), tokenizer)
+    trained = documents(Loader(data, tokenizer, 512, 4, 0), tokenizer)
     validated = documents(build_validation_loader(table, tokenizer, 512, 4, data), tokenizer)
     assert Counter(text.split()[0] for text, _ in trained) == {"<|bos|>train": 40}
     assert sorted(text for text, _ in validated) == sorted(f"<|bos|>held {n}<|eos|>" for n in range(20))
@@ -104,7 +104,7 @@ def test_a_fraction_that_holds_out_none_or_all_is_an_error_and_no_loss_of_zero(t
     table = ValidationTable(interval_steps=1)
     with pytest.raises(DataError, match=r"a text file is one: .*validation.sources"):
         build_validation_loader(table, tokenizer, 64, 8, data)
-        next(build_loader(data, tokenizer, 64, 8, 0))
+        next(Loader(data, tokenizer, 64, 8, 0))
     with pytest.raises(DataError, match="validation has no sources"):
         build_validation_loader(table, tokenizer, 64, 8, data.model_copy(update={"validation_fraction": 0.0}))
 

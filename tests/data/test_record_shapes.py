@@ -1,7 +1,5 @@
-"""JSON arrays, CSV, content parts, and prompts with their completions: against what was written, and what is learnt."""
+"""JSON arrays, content parts, and prompts with their completions: against what was written, and what is learnt."""
 
-import csv
-import io
 import json
 
 import pytest
@@ -59,32 +57,13 @@ def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (b"text," + b"long " * 300, "the line that ends after byte .* is longer"),
-        (b"", "row 1: the header has no, an empty"),
-        (b"text,text", "row 1: the header has no, an empty or a repeated name"),
-        (b"text,", "row 1: the header has no, an empty or a repeated name"),
-        ("text".encode("utf-16"), "row 1: the header is not valid CSV in UTF-8: .*byte 0xff"),
-    ],
-)
-def test_a_header_of_csv_that_names_no_columns_is_refused(tmp_path, short_lines, header, message):
-    (tmp_path / "x.csv").write_bytes(header + b"\na\nb\n")
-    with pytest.raises(DataError, match=rf"x\.csv.*{message}"):
-        opened(tmp_path / "x.csv")
-
-
-@pytest.mark.parametrize(
     ("damaged", "byte"),
     [
         ('[{"text": "a"}, {"text": "b"', 16),
         ('[{"text": "ü"}, nonsense, {"text": "c"}]', 17),
-        ('[{"text": "a"},]', 15),
-        ('[{"text": "a"}] more', 14),
-        ('[{"text": "a"} {"text": "b"}]', 15),
         ('[{"text": "a"}, 12', 18),
-        ("[\n", 2),
-        ('[{"text": "a"},\n', 16),
+        ("[\n", 1),
+        ('[{"text": "a"},\n', 14),
     ],
 )
 def test_a_damaged_json_array_is_refused_with_its_byte(tmp_path, damaged, byte):
@@ -93,55 +72,17 @@ def test_a_damaged_json_array_is_refused_with_its_byte(tmp_path, damaged, byte):
         opened(tmp_path / "x.json")
 
 
-def test_a_json_file_that_holds_json_lines_is_read_as_such_and_one_object_is_refused(tmp_path, tokenizer):
+def test_a_json_file_that_holds_json_lines_is_read_as_such(tmp_path, tokenizer):
     path = tmp_path / "x.json"
     path.write_text('\n{"text": "a"}\n{"text": "b"}\n')
     assert read_all(opened(path))[0] == ["", "a", "b"]
     path.write_text(json.dumps({"data": [{"text": "a"}]}, indent=1))
-    with pytest.raises(DataError, match=r"neither an array .* jq -c '.FIELD\[\]' .*format = \"text\" reads"):
-        opened(path)
+    with pytest.raises(DataError, match="x.json, line 1: not valid JSON"):
+        loader_of(path, tokenizer).check_first_records()
     assert read_all(opened(path, format="text"))[0] == [path.read_text()]
     path.write_text(json.dumps({"data": [{"text": "a"}]}))  # one line is a record
     with pytest.raises(DataError, match="no field 'text'; fields: data .*source keys: field, content"):
         loader_of(path, tokenizer).check_first_records()
-
-
-CELLS = st.text(st.sampled_from('ab ,;"\n\tü€'), max_size=8)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=9),
-    kind=st.sampled_from(["csv", "tsv", "semicolons"]),
-    mark=st.sampled_from([b"", b"\xef\xbb\xbf"]),
-    end=st.sampled_from(["\n", "\r\n"]),
-)
-def test_every_row_of_csv_is_a_record_whatever_its_values_hold(tmp_path_factory, rows, kind, mark, end):
-    path = tmp_path_factory.mktemp("table") / ("x.tsv" if kind == "tsv" else "x.csv")
-    out, delimiter = io.StringIO(newline=""), {"csv": ",", "tsv": "\t", "semicolons": ";"}[kind]
-    writer = csv.writer(out, delimiter=delimiter, lineterminator=end, quoting=csv.QUOTE_ALL)
-    writer.writerows([("text", "more"), *rows])
-    path.write_bytes(mark + out.getvalue().encode())
-    source = opened(path)
-    assert read_all(source) == ([text for text, _ in rows], [])
-    assert str(source.first_documents(1)[0]) == f"{path}, row 2"
-
-
-def test_bad_rows_of_csv_are_named_and_cost_no_other(tmp_path):
-    lines = [b"text,more", b"a,1", b"b", b'"c"x,1', b"\xff,1", b"", b'd,"1', b"e,2"]
-    (tmp_path / "x.csv").write_bytes(b"\n".join(lines))
-    read, wrong = read_all(opened(tmp_path / "x.csv"))
-    assert read == ["a", ""]
-    expected = ("row 3: 1 values", "row 4: not valid CSV", "row 5: not valid CSV in UTF-8", "row 7: not valid CSV")
-    for message, words in zip(wrong, expected, strict=True):
-        assert f"x.csv, {words}" in message
-
-
-def test_a_long_value_of_csv_is_read_whole(tmp_path):
-    (tmp_path / "x.csv").write_text('text\n"' + "long\n" * 60_000 + '"\n')
-    source = opened(tmp_path / "x.csv")
-    (document,) = source.first_documents(2)
-    assert source.read(document, 0)[1] is not None  # in pieces, as all long texts
 
 
 def trained_on(path, records, tokenizer, content="prompt_completion"):
@@ -195,16 +136,4 @@ def test_parts_of_a_content_are_joined(tmp_path, chat_tokenizer):
     records = [{"messages": [turn("user", parts), turn("assistant", [{"type": "text", "text": "that"}])]}]
     assert trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages") == [
         ("<|bos|>user:what is this?<|eos|><|bos|>assistant:that<|eos|>", "that<|eos|>")
-    ]
-
-
-@pytest.mark.parametrize("begins", ["[{", "\n [\r\n\t{"])
-def test_messages_in_a_column_of_csv_are_read_from_their_json(tmp_path, chat_tokenizer, begins):
-    out = io.StringIO(newline="")
-    messages = json.dumps([turn("user", "a, b"), turn("assistant", 'said "c"')]).replace("[{", begins, 1)
-    csv.writer(out).writerows([("messages",), (messages,)])
-    (tmp_path / "x.csv").write_text(out.getvalue())
-    loader = loader_of(tmp_path / "x.csv", chat_tokenizer, 128, 4, content="messages", epochs=1)
-    assert documents(loader, chat_tokenizer) == [
-        ('<|bos|>user:a, b<|eos|><|bos|>assistant:said "c"<|eos|>', 'said "c"<|eos|>')
     ]

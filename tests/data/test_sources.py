@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.batch_contents import pieces_of, reading_limits, texts_of
 from torchround.config import DataTable, SourceTable
-from torchround.data import DataError, build_loader
+from torchround.data import DataError, Loader
 from torchround.data.formats.files import find_files
 from torchround.data.formats.streams import open_source
 
@@ -73,9 +73,9 @@ def test_python_stdlib_is_its_modules_without_tests_and_installed_packages():
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe2\x82"], ids=["no UTF-8 at all", "a character cut off at the end"])
-def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path, bad):
+def test_text_that_is_not_utf8_is_named_by_file_and_byte(tmp_path, bad):
     (tmp_path / "x.txt").write_bytes(b"good line\n" * 30_000 + b"and then " + bad)
-    with pytest.raises(DataError, match=rf"x.txt, line 30001: not valid UTF-8 \(byte 0x{bad[0]:02x}"):
+    with pytest.raises(DataError, match=rf"x.txt: not valid UTF-8 at byte 300009 \(0x{bad[0]:02x}"):
         texts_of(opened(tmp_path / "x.txt"))
 
 
@@ -88,8 +88,8 @@ def test_empty_files_and_blank_lines_hold_no_text_and_are_no_error(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere.txt", "does not exist"),
-        ("*.csv", "no file matches"),
+        ("nowhere.txt", "there is no such file"),
+        ("*.text", "there is no such file"),
         ("folder/", r"is a folder; .*/folder/\*\*/\*.jsonl'"),
         ("folder/empty*", "all of its 2 files are empty"),
     ],
@@ -105,19 +105,6 @@ def test_a_source_without_documents_is_named_when_it_is_built(tmp_path, path, me
 
 def names(path, folder):
     return [found.relative_to(folder).as_posix() for found in find_files(path)]
-
-
-def test_a_folder_with_brackets_in_its_name_is_that_folder_if_it_exists(tmp_path):
-    for name in ("br[1]/a.py", "br[1]/b[2].py", "br1/c.py", "br2/d.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert names(f"{tmp_path}/br[1]/*.py", tmp_path) == ["br[1]/a.py", "br[1]/b[2].py"]
-    assert names(f"{tmp_path}/br[1]/b[2].py", tmp_path) == ["br[1]/b[2].py"]
-    assert names(f"{tmp_path}/br[12]/*.py", tmp_path) == ["br1/c.py", "br2/d.py"]
-    with pytest.raises(DataError, match=r"no file matches .*; \[ begins a set of letters, and \[\[\]"):
-        find_files(f"{tmp_path}/x[1]*.py")
-    with pytest.raises(DataError, match=r"no file matches \(working directory: [^;]*\)$"):
-        find_files(f"{tmp_path}/x*.py")
 
 
 def test_linked_files_and_folders_are_read_and_each_file_once(tmp_path):
@@ -136,8 +123,8 @@ def test_linked_files_and_folders_are_read_and_each_file_once(tmp_path):
 def test_a_link_that_leads_nowhere_is_named_and_not_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").symlink_to(tmp_path / "not mounted" / "b.txt")
-    with pytest.raises(DataError, match=r"b.txt is a link to .*/not mounted/b.txt, which does not exist"):
-        find_files(f"{tmp_path}/*.txt")
+    with pytest.raises(DataError, match=r"b.txt: cannot be read: No such file"):
+        opened(f"{tmp_path}/*.txt")
 
 
 def test_a_folder_of_save_to_disk_is_recognised_and_names_its_splits(tmp_path):
@@ -145,9 +132,11 @@ def test_a_folder_of_save_to_disk_is_recognised_and_names_its_splits(tmp_path):
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"first": rows, "held": rows}).save_to_disk(str(tmp_path / "several"))
     for name in ("one", "several"):
-        with pytest.raises(DataError, match=rf"/{name}' is a folder that save_to_disk .* format = \"dataset\""):
+        with pytest.raises(
+            DataError, match=rf"/{name}' is a folder; .* if save_to_disk wrote it, .* format = \"dataset\""
+        ):
             find_files(str(tmp_path / name))
-    with pytest.raises(DataError, match=r"split 'train': it has no such split, only first, held \(source keys"):
+    with pytest.raises(DataError, match=r"split 'train': KeyError.* \(source keys: split, subset\)"):
         open_source(SourceTable(path=str(tmp_path / "several"), format="dataset"))
 
 
@@ -155,15 +144,17 @@ def test_files_of_several_kinds_may_be_mixed_but_not_with_archives_that_are_no_t
     """Endings in capitals mean what small ones mean."""
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
     (tmp_path / "b.json").write_text('[{"text": "b"}, {"text": "c"}]')
-    (tmp_path / "c.CSV").write_text("text\nd\n")
     (tmp_path / "c.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "e"}'))
     (tmp_path / "c.txt").write_text("f")
     source = open_source(SourceTable(path=str(tmp_path / "*")))
     texts = [source.read(document, 0)[0] for document in source.first_documents(9)]
-    assert texts == ["a", "b", "c", "d", "e", "f"] and source.count() == 6
+    assert texts == ["a", "b", "c", "e", "f"] and source.count() == 5
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"text"))
-    with pytest.raises(DataError, match=r"d.txt.gz, line 1: not valid UTF-8 .byte 0x8b"):
+    with pytest.raises(DataError, match=r"d.txt.gz: not valid UTF-8 at byte 1 .0x8b"):
         texts_of(open_source(SourceTable(path=str(tmp_path / "*"))))
+    (tmp_path / "e.CSV").write_text("text\nd\n")
+    with pytest.raises(DataError, match=r"e.CSV: CSV and TSV are not read"):
+        open_source(SourceTable(path=str(tmp_path / "*")))
 
 
 def test_json_lines_under_another_ending_are_read_as_one_text_with_a_warning(tmp_path, tokenizer, caplog):
@@ -172,5 +163,5 @@ def test_json_lines_under_another_ending_are_read_as_one_text_with_a_warning(tmp
         caplog.clear()
         for format in ("auto", "text"):
             data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.log"), format=format),))
-            build_loader(data, tokenizer, 16, 1, 0).check_first_records()
+            Loader(data, tokenizer, 16, 1, 0).check_first_records()
         assert caplog.text.count("looks like JSON Lines") == len(caplog.messages) == warns

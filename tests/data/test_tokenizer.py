@@ -209,20 +209,6 @@ def test_limits_that_a_file_sets_for_other_programs_do_not_hold_here(tmp_path, p
     assert ours.special["<|im_end|>"] not in ours.encode(text) and len(ours.encode(text)) > 3
 
 
-def test_a_vocabulary_without_tokens_for_some_bytes_is_warned_of(tmp_path, caplog):
-    """The package leaves such bytes out of a text without a word."""
-    write(tmp_path, "gpt2")
-    build_tokenizer(TokenizerTable(path=str(tmp_path)))
-    assert not caplog.messages
-    file = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocabulary = file["model"]["vocab"]
-    vocabulary["unused"] = vocabulary.pop("ó")  # the letter of byte 0xF3
-    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
-    build_tokenizer(TokenizerTable(path=str(tmp_path)))
-    [message] = caplog.messages
-    assert "1 of the bytes of UTF-8 have no token" in message and str(tmp_path) in message
-
-
 def test_a_file_without_a_decoder_decodes_bytes(tmp_path, pairs):
     content = json.loads(pairs["qwen3"][1].to_str()) | {"decoder": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))

@@ -134,21 +134,18 @@ def nothing(folder):
 
 
 CASES = {
-    "a pipe": Case(pipe, "pipe.jsonl: .*not an ordinary file", reads("pipe.jsonl")),
-    "a link to a pipe": Case(linked_pipe, "linked.txt: .*not an ordinary file", reads("linked.txt")),
-    "a device without end": Case(nothing, "/dev/zero: .*not an ordinary file", reads("/dev/zero")),
-    "a socket": Case(listening, "socket.txt: ", reads("socket.txt")),
-    "links in a circle": Case(loop, "a.txt' does not exist", reads("a.txt")),
-    "all of a pattern's files are pipes": Case(pipe, "no file matches", reads("*pipe.jsonl")),
+    "a pipe": Case(pipe, "pipe.jsonl': not an ordinary file", reads("pipe.jsonl")),
+    "a link to a pipe": Case(linked_pipe, "linked.txt': not an ordinary file", reads("linked.txt")),
+    "a device without end": Case(nothing, "/dev/zero': not an ordinary file", reads("/dev/zero")),
+    "a socket": Case(listening, "socket.txt': not an ordinary file", reads("socket.txt")),
+    "links in a circle": Case(loop, "a.txt: cannot be read", reads("a.txt")),
+    "all of a pattern's files are pipes": Case(pipe, "there is no such file", reads("*pipe.jsonl")),
     "a folder": Case(nothing, "is a folder", reads("/etc")),
     "a secret as records": Case(secret, "(?s)^(?!.*hunter2).*linked.jsonl, line 1: ", reads("linked.jsonl")),
     "a hole of a line": Case(sparse, "sparse.jsonl, line 1: longer", reads("sparse.jsonl")),
     "a dataset's program": Case(program_of_a_dataset, "dataset 'evil'", reads("evil", format="dataset")),
     "a gzip of one line without end": file(
         "bomb.jsonl.gz", lambda: gzip.compress(b"a" * MEMBER_BYTES, 1) * 20, "line 1: .* longer than"
-    ),
-    "a gzip of blank lines without end": file(
-        "bomb.jsonl.gz", lambda: gzip.compress(b"\n" * MEMBER_BYTES, 1) * 20, "blank lines in a row", 1
     ),
     "a zstd with a window of all memory": file("window.jsonl.zst", wide_window, "line 1: cannot be read from here on"),
     "a gzip in a gzip": file("twice.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "not valid"),

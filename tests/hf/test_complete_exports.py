@@ -161,14 +161,12 @@ DIALOGUE = [question("one"), answer("two")]
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """Make a released folder: tokenizer, a template, and one more for tools."""
+    """Make a released folder: tokenizer and template."""
     folder = tmp_path_factory.mktemp("release")
     small_tokenizer(folder, "qwen3")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(LOOP)
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | tojson }}" + LOOP)
     return folder
 
 
@@ -176,7 +174,7 @@ def trained(**table):
     """Return what a checkpoint of a run on conversations holds."""
     table = {"path": None, "name": None, "chat_template": None, **table}
     tokenizer = build_tokenizer(TokenizerTable(**table))
-    return {"config": {"tokenizer": table}, "data": {"data": {"chat_template": tokenizer.templates.digest()}}}
+    return {"config": {"tokenizer": table}, "data": {"data": {"chat_template": tokenizer.template.digest()}}}
 
 
 def assert_transformers_writes_the_same(folder, table):
@@ -186,14 +184,9 @@ def assert_transformers_writes_the_same(folder, table):
         assert plain_text(ours, DIALOGUE, tools) == text
 
 
-def test_an_export_has_the_templates_of_the_runs_folder(release, tmp_path):
+def test_an_export_has_the_template_of_the_runs_folder(release, tmp_path):
     names = export_tokenizer(tmp_path, trained(path=str(release)), base=None, tokenizer=release)
-    assert names == [
-        "additional_chat_templates/tool_use.jinja",
-        "chat_template.jinja",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    assert names == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     assert_transformers_writes_the_same(tmp_path, TokenizerTable(path=str(release)))
 
 
@@ -202,7 +195,7 @@ def test_an_export_has_the_template_of_the_key_and_no_other_or_changed_one(relea
     given.write_text(OTHER)
     target.mkdir()
     state = trained(path=str(release), chat_template=str(given))
-    assert "additional_chat_templates/tool_use.jinja" not in export_tokenizer(target, state, None, release)
+    export_tokenizer(target, state, None, release)
     assert_transformers_writes_the_same(target, TokenizerTable(path=str(release), chat_template=str(given)))
     given.write_text(LOOP)
     with pytest.raises(TokenizerError, match=r"trained with another chat template than the one in .*given.jinja"):

@@ -7,7 +7,7 @@ import pytest
 from tests.support.small_run import files_of, small_runs, stop_after, write_text
 from torchround.commands.train_model import count_steps
 from torchround.config import load_config
-from torchround.data import build_loader, build_tokenizer
+from torchround.data import Loader, build_tokenizer
 from torchround.run.run_folder import RunFolder
 
 __all__ = ["small_runs"]
@@ -58,17 +58,16 @@ def test_steps_that_are_left_out_are_those_of_the_epochs(small_runs, capsys):
         ["--data.packing=best_fit", "--training.seq_len=64", "--data.long_documents=split"],
         ["--data.shuffle_sequences=8"],
         ["--data.validation_fraction=0.3", "--data.num_workers=2"],
-        ["--data.streams=4", "--training.global_batch_size=8"],
     ],
-    ids=["best fit", "split", "shuffled", "held out", "streams"],
+    ids=["best fit", "split", "shuffled", "held out"],
 )
 def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs, overrides):
     write_text(small_runs.folder / "text.jsonl", lines=60)
     config = load_config("small.toml", [DERIVED, "--data.epochs=3", *overrides])
     tokenizer = build_tokenizer(config.tokenizer, None)
     sizes = config.training.seq_len, config.training.global_batch_size
-    drawn = len(list(build_loader(config.data, tokenizer, *sizes, config.run.seed)))
-    loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
+    drawn = len(list(Loader(config.data, tokenizer, *sizes, config.run.seed)))
+    loader = Loader(config.data, tokenizer, *sizes, config.run.seed)
     assert count_steps(config, loader, RunFolder(config.run)) == drawn > 1
     assert len(list(loader)) == drawn, "it is at the start of the data again"
     loader.close()
@@ -79,25 +78,12 @@ def test_a_complete_run_of_windows_goes_on_with_more_epochs(small_runs, window):
     def loader(epochs):
         config = load_config("small.toml", [f"--data.epochs={epochs}", f"--data.shuffle_sequences={window}"])
         tokenizer = build_tokenizer(config.tokenizer, None)
-        return build_loader(config.data, tokenizer, 16, 1, config.run.seed)
+        return Loader(config.data, tokenizer, 16, 1, config.run.seed)
 
     first, second = loader(1), loader(3)
     assert len(list(first)) > window
     second.load_state_dict(first.state_dict())
     assert len(list(second)) > window
-
-
-def test_a_run_of_several_streams_trains_through_the_padding_at_their_ends_and_resumes(small_runs):
-    """One stream in four gets a long document: in the last steps, the others are padding without labels."""
-    texts = ["a b c " * (60 if number == 6 else 5) for number in range(16)]
-    (small_runs.folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    streams = (DERIVED, "--data.epochs=1", "--data.streams=4", "--training.global_batch_size=8")
-    assert small_runs("whole", *streams) == 0
-    labels = [line["tokens"] for line in small_runs.steps("whole")]
-    stop_after(len(labels) - 1, small_runs, "run", *streams)
-    assert small_runs("run", *streams) == 0
-    small_runs.assert_same("run", "whole", step=len(labels))
-    assert labels[-1] - labels[-2] <= 2 * 16 < labels[0]
 
 
 def test_a_run_of_another_batch_size_counts_what_is_left(small_runs):

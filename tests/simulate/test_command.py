@@ -71,7 +71,7 @@ def test_files_are_written_through_no_link_and_a_missing_folder_is_one_message(s
     assert json.loads(files["json"].read_text()) and "<svg" in files["plot"].read_text()
     for kind in files:
         assert main([*arguments, f"--{kind}={tmp_path}/no/file.svg"]) == 2
-        assert "there is no folder" in capsys.readouterr().err
+        assert "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("schedule", ["roundpipe_sync", pytest.param("roundpipe_async", marks=pytest.mark.nightly)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchround.config import DataTable, SourceTable
-from torchround.data import DataError, best_fit, build_loader
+from torchround.data import DataError, Loader, best_fit
 from torchround.data.formats import files, sources, streams
 from torchround.layer import IGNORED_LABEL
 
@@ -44,7 +44,7 @@ def loader_of(source, tokenizer, seq_len=64, batch=2, seed=0, content="text", **
     if isinstance(source, str | Path):
         source = SourceTable(path=str(source), content=content)
     sources = source if isinstance(source, tuple) else (source,)
-    return build_loader(DataTable(sources=sources, **keys), tokenizer, seq_len, batch, seed)
+    return Loader(DataTable(sources=sources, **keys), tokenizer, seq_len, batch, seed)
 
 
 def pieces_of(source, document):

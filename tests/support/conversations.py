@@ -8,7 +8,7 @@ from torchround.config import TokenizerTable
 from torchround.data import build_tokenizer
 from torchround.data.document_types import Conversation
 from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.template_files import TemplateSources
+from torchround.data.text.template_files import TemplateSource
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -41,13 +41,13 @@ def released(name):
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
-def with_templates(tokenizer, default, loss_on="assistant", **more):
-    return ChatTemplate(replace(tokenizer, templates=TemplateSources(default, **more)), loss_on)
+def with_templates(tokenizer, text, loss_on="assistant"):
+    return ChatTemplate(replace(tokenizer, template=TemplateSource(text)), loss_on)
 
 
-def written(template, messages, tools=(), **settings):
+def written(template, messages, tools=()):
     """Return what the template writes, with learnt text in brackets ⟦ ⟧ and the rest as it is."""
-    spans = template(Conversation(tuple(messages), tuple(tools), settings))
+    spans = template(Conversation(tuple(messages), tuple(tools)))
     text = "".join(f"⟦{span.text}⟧" if span.learn else span.text for span in spans)
     return text.replace("⟧⟦", "")
 

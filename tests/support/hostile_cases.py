@@ -22,8 +22,6 @@ import xxhash
 from tests.support.scenarios import trains, warm_up
 from tests.support.small_run import SmallRuns
 from torchround.commands import export_hf
-from torchround.data.text import turns
-from torchround.untrusted import template_process
 
 __all__ = ["warm_up"]  # called before the first child
 
@@ -122,7 +120,6 @@ def contents(folder, writable):
 
 def ask_all(requests, writable):
     """Be the child: answer each request, (folder, arguments), with limits. Words go to `FOLDER.txt`, then the answer."""
-    turns.CPU_S = 1  # instead of 4: what a loop without end takes here
     main = trains if writable == "outputs" else export_hf.main
     watched = be_watched()
     for folder, *arguments in requests:
@@ -163,8 +160,8 @@ def be_watched():
     sys.dont_write_bytecode = True  # a module that is first imported here would be written beside its source
 
     def witness(event, details):
-        # The one program of this repository that a run may start, and one that Python's standard library starts.
-        is_known = event == "subprocess.Popen" and {template_process.__file__, "/sbin/ldconfig"} & {*details[1]}
+        # The one program that Python's standard library starts.
+        is_known = event == "subprocess.Popen" and "/sbin/ldconfig" in details[1]
         if not watched or is_known:
             return
         if event in _RUNS:
@@ -215,12 +212,6 @@ def renamed_to(name):
         return json.dumps({name if key == old else key: entry for key, entry in entries.items()}).encode()
 
     return rename
-
-
-def twice(entries):
-    """Write the name of a header's first tensor twice: readers disagree on which one wins."""
-    name = next(name for name in entries if name != "__metadata__")
-    return (json.dumps(entries)[:-1] + f", {json.dumps(name)}: {json.dumps(entries[name])}}}").encode()
 
 
 # Forged checkpoints, with checksums that fit.

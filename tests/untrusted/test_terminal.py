@@ -4,11 +4,13 @@ import contextlib
 import io
 import unicodedata
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchround.untrusted import terminal
 from torchround.untrusted.terminal import EVERY_S, MOST_CHARACTERS, Progress, escape_unprintable, terminal_safe
 
 
@@ -33,6 +35,14 @@ def test_each_line_of_a_message_that_is_too_long_loses_its_middle():
     assert message == f"first\n  {'a' * half} .. {'z' * half}\n  last"
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """Set the time of progress in its first element."""
+    now = [100.0]
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
 def advanced(progress, now, times, step_s):
     for _ in range(times):
         now[0] += step_s
@@ -40,9 +50,8 @@ def advanced(progress, now, times, step_s):
 
 
 @pytest.fixture
-def saving():
-    now = [100.0]
-    return partial(advanced, Progress("saving step-5", 40, "{} MiB".format, clock=lambda: now[0]), now)
+def saving(now):
+    return partial(advanced, Progress("saving step-5", 40, "{} MiB".format), now)
 
 
 def test_long_work_prints_a_line_now_and_then_and_quick_work_nothing(saving, capsys):
@@ -53,10 +62,9 @@ def test_long_work_prints_a_line_now_and_then_and_quick_work_nothing(saving, cap
     assert lines == [f"saving step-5: {done} MiB of 40 MiB ({done * 5 // 2} %)" for done in (10, 20, 30, 40)]
 
 
-def test_work_of_unknown_size_is_counted_and_a_hostile_name_is_escaped(capsys):
-    now = [0.0]
-    progress = Progress("reading \x1b[2J.jsonl", clock=lambda: now[0])
-    now[0] = EVERY_S
+def test_work_of_unknown_size_is_counted_and_a_hostile_name_is_escaped(now, capsys):
+    progress = Progress("reading \x1b[2J.jsonl")
+    now[0] += EVERY_S
     progress.advance(12345)
     assert capsys.readouterr().err == "reading \\x1b[2J.jsonl: 12,345\n"
 

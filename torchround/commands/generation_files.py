@@ -107,7 +107,7 @@ def _as_list(ids: Any) -> list[int]:
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a text: of a document, of a turn in a chat, and what the model's folder names."""
     ends = [tokenizer.eos_id]
-    if tokenizer.templates.default is not None and (end := turn_end_id(tokenizer)) is not None:
+    if tokenizer.template.text is not None and (end := turn_end_id(tokenizer)) is not None:
         ends.append(end)
     table, base = config.tokenizer, config.model.hf_path
     # A tokenizer from elsewhere has other ids. The settings of generation come before the model's.

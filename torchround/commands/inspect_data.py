@@ -16,10 +16,10 @@ import torch
 from torchround.commands import new_parser, positive_integer
 from torchround.commands.configured_model import MISTAKES, end_with_message, find_tokenizer, model_config
 from torchround.config import Config, parse_command_line
-from torchround.data import DataError, Tokenizer, build_loader, num_tokens
-from torchround.data.loader import mix_settings, open_sources
+from torchround.data import DataError, Loader, Tokenizer, num_tokens
+from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
 from torchround.data.reading_order import Reader
-from torchround.data.sequence_stream import packs_whole_documents, tokenise
+from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 CHARACTERS_SHOWN = 160
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options: argparse.Namespace) -> None:
     """Print the first batches as text, and the share of their positions that hold tokens and labels."""
     sizes = config.training.seq_len, config.training.global_batch_size
-    loader = build_loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
+    loader = Loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
     loader.check_first_records()
     most_characters = None if options.whole else CHARACTERS_SHOWN
     positions = tokens = labels = 0

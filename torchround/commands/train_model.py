@@ -41,8 +41,8 @@ from torchround.commands.plan_run import (
 )
 from torchround.commands.try_model import prompts_of
 from torchround.config import Config, Options, parse_command_line, to_toml
-from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader, reading_order
-from torchround.data.loader import Loader, reads_conversations
+from torchround.data import DataError, Loader, Tokenizer, build_validation_loader, reading_order
+from torchround.data.loader import reads_conversations
 from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
@@ -336,7 +336,7 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
     # The model's vocabulary, which data that is token ids may use; the tokenizer's may be smaller.
     vocab_size = model_config(options, tokenizer.vocab_size)[1].vocab_size
     try:
-        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
+        loader = Loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
         loader.check_first_records()
     except DataError as error:
         raise options.error("data.sources", str(error)) from error

@@ -23,7 +23,7 @@ class TokenizerTable(Table):
     """File with the Jinja template that turns a conversation into text. Default: the one beside the tokenizer."""
 
     chat_template_kwargs: dict[str, JsonValue] | None = None
-    """Further variables for chat templates, for example `{ enable_thinking = false }`. A record's own go before them."""
+    """Further variables for chat templates, for example `{ enable_thinking = false }`."""
 
 
 class SourceTable(Table):
@@ -33,18 +33,17 @@ class SourceTable(Table):
     """A file, a glob (`corpus/**/*.jsonl`), or `python-stdlib`, the source files of Python's standard library. With `format =
     "dataset"`, a folder or a name that the package datasets loads. Required."""
 
-    format: Literal["auto", "text", "json", "jsonl", "csv", "tsv", "parquet", "dataset"] = "auto"
+    format: Literal["auto", "text", "json", "jsonl", "parquet", "dataset"] = "auto"
     """`text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one object per line,
-    compressed if the name ends in `.gz` or `.zst`. `csv` and `tsv` have a header. `auto`: by the ending of each name, otherwise
-    `text`."""
+    compressed if the name ends in `.gz` or `.zst`. `auto`: by the ending of each name, otherwise `text`."""
 
     module: Name | None = None
     """Python module of your own that reads the files: `read(path)` yields a table of fields for each record (docs/data.md)."""
 
     content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
-    """`text`: a string. `messages`: a list of `{role, content}` or of `{from, value}` (ShareGPT), with an optional field
-    `tools`. `alpaca`: `instruction`, `input` and `output`. `prompt_completion`: `prompt` (or `question`) and `completion` (or
-    `response`, `answer`), strings or lists of messages. `tokens`: a list of token ids."""
+    """`text`: a string. `messages`: a list of `{role, content}` or of `{from, value}` (ShareGPT), with optional fields `tools`
+    and `system`. `alpaca`: `instruction`, `input` and `output`. `prompt_completion`: `prompt` (or `question`) and `completion`
+    (or `response`, `answer`), strings or lists of messages. `tokens`: a list of token ids."""
 
     field: Name | None = None
     """Field of each record that holds the content. Default: `text`, `messages` (or `conversations`) or `tokens`."""
@@ -87,9 +86,9 @@ class DataTable(Table):
     """`contiguous`: documents end to end, cut every `training.seq_len` tokens. `best_fit`: whole documents, combined with
     little padding. `auto`: `best_fit` if a source holds conversations, otherwise `contiguous`."""
 
-    long_documents: Literal["cut", "skip", "split"] = "cut"
-    """Documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `skip`: leave them out.
-    `split`: keep everything, in parts that do not attend to each other."""
+    long_documents: Literal["cut", "split"] = "cut"
+    """Documents longer than `training.seq_len` tokens in `best_fit`. `cut`: keep the beginning. `split`: keep everything, in
+    parts that do not attend to each other."""
 
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens of a conversation that the loss counts: the assistant's turns, each with the token that ends it, or all."""
@@ -98,14 +97,11 @@ class DataTable(Table):
     """Reaction to a record that cannot be used. `stop`: the run ends after a checkpoint. `skip`: it is left out and named."""
 
     max_bad_fraction: Fraction = 0.01
-    """Fraction of a source's records that may be bad with `on_bad_record = "skip"`, once more than 10 are in each pass."""
+    """Fraction of a source's records that may be bad with `on_bad_record = "skip"`, once more than 10 are in each pass. A damaged
+    file always ends the run."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents, with all their copies, held out from training for `validation` without sources."""
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Threads that read and tokenise ahead of the training loop, or 0. The order of the data does not depend on it."""
-
-    streams: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Streams that the documents are dealt to, each an equal part of every batch. Another number gives other batches. Each of
-    several machines reads only the streams of its own sequences: with 1, all."""

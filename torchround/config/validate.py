@@ -23,7 +23,10 @@ DEFAULT_STEPS = 1000
 MOST_MISTAKES = 20
 """Mistakes that one message lists."""
 
-GONE_KEYS: dict[str, Any] = {}
+GONE_KEYS = {
+    "data.streams": 1,
+    "machines.checkpoints": "shared",
+}
 """Keys of earlier releases, and their defaults. The config that each run saved gives them all."""
 
 INNER_TABLES: dict[str, type[Table]] = {
@@ -192,8 +195,6 @@ def _model(config: Config) -> Iterator[tuple[str, str]]:
 
 def _training(config: Config) -> Iterator[tuple[str, str]]:
     training, warmup = config.training, config.lr_schedule.warmup_steps
-    if training.global_batch_size % config.data.streams:
-        yield "data.streams training.global_batch_size", "a batch that is a multiple of the streams"
     if training.fp16_accumulation and training.dtype != "float16":
         yield "training.fp16_accumulation training.dtype", 'true with "float16"'
     # Steps that data.epochs make are checked once they are counted.

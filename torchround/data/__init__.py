@@ -4,9 +4,8 @@ The steps read, tokenise, pack, shuffle, batch and prefetch are `torchdata` node
 """
 
 from torchround.data.document_types import DataError, MissingTokenizerError, TokenizerError
-from torchround.data.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from torchround.data.loader import Loader, ValidationLoader, build_validation_loader
 from torchround.data.packing import cut, num_tokens
-from torchround.data.sequence_stream import joined_positions
 from torchround.data.text.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
@@ -16,10 +15,8 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "ValidationLoader",
-    "build_loader",
     "build_tokenizer",
     "build_validation_loader",
     "cut",
-    "joined_positions",
     "num_tokens",
 ]

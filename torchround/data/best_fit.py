@@ -45,7 +45,7 @@ class WholeDocument:
 
 
 class BestFitPacker(BaseNode[PackedSequence | DataError]):
-    """Sequences of whole documents, packed from token pieces. `long_documents`: `cut`, `skip` or `split`.
+    """Sequences of whole documents, packed from token pieces. `long_documents`: `cut` or `split`.
 
     `epoch_documents` has the documents of an epoch for each source, None for an unknown number. It keeps the copies of
     a document in different groups. Without it, groups end at their usual size alone.
@@ -78,10 +78,9 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
             "long": 0,
             "left": 0,
         }
-        # Earlier versions have a third value, the number of the document.
         self._waiting = [
             WholeDocument(np.array(tokens, dtype=np.int64), np.array(labels, dtype=np.int64), waited=True)
-            for tokens, labels, *_ in state["waiting"]
+            for tokens, labels in state["waiting"]
         ]
         self._group: int = state["group"]
         self._num_long: int = state["long"]
@@ -143,13 +142,9 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         return [packed[index] for index in order]
 
     def _gather(self) -> list[WholeDocument]:
-        """Read the documents of one group, and note if the data has ended.
-
-        Raises `DataError` for a bad record, and if no document of a whole pass over a source fits.
-        """
+        """Read the documents of one group, and note if the data has ended. Raises `DataError` for a bad record."""
         documents, pieces = list(self._waiting), list[TokenPiece]()
         room = GROUP_SEQUENCES * self._seq_len - total(documents)
-        fruitless: dict[int, int] = {}  # by source: the epoch since which it has given no document
         # A document that has begun is read to its end: no other group would have its first pieces.
         while pieces or not self._is_full(room):
             item = next(self._source, None)
@@ -167,13 +162,6 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
                 parts, pieces = self._parts(pieces), []
                 documents += parts
                 room -= total(parts)
-                fruitless = {} if parts else fruitless
-                # Without this error, an endless run would read the same too long documents forever.
-                if item.epoch > fruitless.setdefault(item.source, item.epoch) + 1:
-                    raise DataError(
-                        "no document of a whole pass over a source fits into a sequence: training.seq_len is "
-                        f'{self._seq_len}, and data.long_documents = "skip" leaves out what is longer'
-                    )
         return documents
 
     def _is_full(self, room: int) -> bool:
@@ -198,8 +186,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         starts = range(0, len(tokens), self._seq_len)
         if len(starts) > 1:
             self._num_long += 1
-            kept = {"cut": 1, "skip": 0, "split": len(starts)}[self._long_documents]
-            starts = starts[:kept]
+            starts = starts if self._long_documents == "split" else starts[:1]
         return [
             WholeDocument(tokens[low : low + self._seq_len], labels[low : low + self._seq_len])
             for low in starts

@@ -22,7 +22,7 @@ class DataError(ValueError):
 
 
 class DataFileError(DataError):
-    """An error of a file, not of a record: it vanished, changed during the run, or the system could not read it.
+    """An error of a file, not of a record: it vanished, changed during the run, is damaged, or cannot be read.
 
     It stops a run whatever `data.on_bad_record` says: leaving out all that is on a lost disk would train on the rest.
     """
@@ -58,22 +58,18 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them, each with `role` and `content`, and the tools that are offered.
-
-    `settings` are further variables for the template.
-    """
+    """Messages as chat templates take them, each with `role` and `content`, and the tools that are offered."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Any, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 Content = str | TokenIds | tuple[TextSpan, ...]
 """The content of a document: text, which BOS and EOS frame later; token ids `[n]`, used unchanged; or a rendered
 conversation."""
 
-Record = bytes | dict[str, Any] | DataError
-"""A record as a file holds it: a line, the fields of a row, or the error that reading it gave."""
+Record = bytes | dict[str, Any]
+"""A record as a file holds it: a line, or the fields of a row."""
 
 Cursor = list[int]
 """Where a source is in one pass over its documents. Each kind of source gives the numbers its own meaning."""

@@ -1,22 +1,21 @@
 """Batches of packed sequences for the training loop, from a position that can be saved and restored.
 
-The sources are opened first, and their first records read for mistakes that all of them share. The documents are dealt to
-`data.streams` streams, each of which makes its part of every batch.
+The nodes are: read, tokenise, pack, shuffle (if asked for), batch, and prefetch (with workers). The sources are opened
+first, and their first records read for mistakes that all of them share.
 """
 
-import copy
-import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
+import numpy as np
+from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, SourceTable, ValidationTable
+from torchround.data.best_fit import BestFitPacker
 from torchround.data.document_types import (
     Conversation,
     DataError,
@@ -28,61 +27,50 @@ from torchround.data.document_types import (
 from torchround.data.formats.content import RecordReader, Render
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
-from torchround.data.packing import num_tokens, padding_sequences, progress_so_far
-from torchround.data.reading_order import FEW_DOCUMENTS, MixSettings, content_bytes
-from torchround.data.sequence_stream import (
-    CONVERSATIONS,
-    ELSEWHERE,
-    PREFETCHED_BATCHES,
-    WITH_PROMPTS,
-    OrderRules,
-    SequenceStream,
-    joined,
-    packs_whole_documents,
-    rules_for,
-    rules_of,
-    split_position,
-)
-from torchround.data.shuffling import WAITING_TOKEN_BYTES
+from torchround.data.packing import Batches, ContiguousPacker, num_tokens, progress_so_far
+from torchround.data.reading_order import FEW_DOCUMENTS, MixSettings, Reader
+from torchround.data.shuffling import WAITING_TOKEN_BYTES, SequenceShuffler, auto_window
 from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.tokenizer import PairFormat, Tokenizer, splits_at
+from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.tokenising import Tokenising
 from torchround.layer import MicroBatch
 from torchround.planning.run_question import INTEGER_TENSORS
 
 logger = logging.getLogger(__name__)
-DOCUMENTS_READ = 100  # for names of special tokens
+PREFETCHED_BATCHES = 2
+CONVERSATIONS = ("messages", "alpaca")
+WITH_PROMPTS = (*CONVERSATIONS, "prompt_completion")
+FIRST_DOCUMENTS = 100  # looked at for mistakes that all records share
 ALL_BAD = 8
 """Number of records at the beginning that must all be bad before a run that skips bad records is refused."""
-# Keys of a position's data that are saved only if they have another value than this one.
-LEFT_OUT = {"shuffle_sequences": 0, "streams": 1}
+ORDER = 2
+"""Number of the rules that turn documents into the order of sequences. A position of other rules is refused."""
 
 
-def build_loader(
-    data: DataTable,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    global_batch_size: int,
-    seed: int,
-    epochs: int | None = None,
-    vocab_size: int | None = None,
-) -> "Loader":
-    """Make a loader of batches `[global_batch_size, seq_len]`, endless unless `data.epochs` or `epochs` is given.
+def packs_whole_documents(data: DataTable) -> bool:
+    chats = any(table.content in WITH_PROMPTS for table in data.sources)
+    return data.packing == "best_fit" or (data.packing == "auto" and chats)
 
-    `vocab_size` is the model's, which bounds data that is token ids; default: the tokenizer's. Raises `DataError` if a
-    source is missing or empty, `TokenizerError` if conversations have no template.
-    """
-    if epochs is not None:
-        data = data.model_copy(update={"epochs": epochs})
-    return Loader(data, tokenizer, seq_len, global_batch_size, seed, vocab_size=vocab_size)
+
+def window_of(data: DataTable, seq_len: int) -> int:
+    """Return the sequences of a shuffled window, 0 if sequences are not shuffled."""
+    if data.shuffle_sequences != "auto":
+        return data.shuffle_sequences
+    # Whole documents leave in a mixed order already.
+    return auto_window(seq_len) if data.shuffle and not packs_whole_documents(data) else 0
 
 
 class Loader(Iterator[MicroBatch]):
-    """The batches of a run. With `data.num_workers` above 0, threads start with the first batch.
+    """The batches of a run, each `[global_batch_size, seq_len]`, endless unless `data.epochs` is given.
 
-    At the end of limited data the last batch holds fewer sequences; with several streams it is filled up with padding.
-    A `DataError` is raised in place of the batch that would have held the bad record, and again by each later call. With
-    `validation`, only the documents that `data.validation_fraction` holds out are read, otherwise only the others.
-    `rules` is for tests and for validation; without it, the config and the latest rules decide the order.
+    With `data.num_workers` above 0, threads start with the first batch. `vocab_size` is the model's, which bounds data that
+    is token ids; default: the tokenizer's. Raises `DataError` if a source is missing or empty, `TokenizerError` if
+    conversations have no template.
+
+    The last batch of limited data holds fewer sequences. A `DataError` is raised in place of the batch that would have held
+    the bad record, and again by each later call. With `validation`, only the documents that `data.validation_fraction`
+    holds out are read, otherwise only the others. Without `copies_apart`, whole documents are packed as densely as they
+    can be, also across the ends of epochs.
     """
 
     def __init__(
@@ -94,101 +82,66 @@ class Loader(Iterator[MicroBatch]):
         seed: int,
         *,
         validation: bool = False,
-        rules: OrderRules | None = None,
+        copies_apart: bool = True,
         vocab_size: int | None = None,
     ) -> None:
-        if global_batch_size % data.streams:
-            raise DataError(
-                f"{global_batch_size} sequences cannot be parted evenly among {data.streams} streams"
-            )
         self._data = data
         self._tokenizer = tokenizer
         self._seq_len = seq_len
-        self.num_streams = data.streams
-        self.global_batch_size = global_batch_size
+        self._global_batch_size = global_batch_size
+        self._copies_apart = copies_apart
         # Opened here and not with the first batch, so that a missing source is an error as soon as the run starts.
-        self._vocab_size = vocab_size or tokenizer.vocab_size
-        self._sources = open_sources(data, tokenizer, self._vocab_size)
+        self._sources = open_sources(data, tokenizer, vocab_size)
         self._mix = mix_settings(data, self._sources, seed, validation)
-        self._rules = rules or rules_for(data, seq_len)
-        self._streams = [
-            SequenceStream(
-                data,
-                tokenizer,
-                seq_len,
-                global_batch_size // data.streams,
-                replace(self._mix, stream=number, num_streams=data.streams),
-                # The index of the files is shared. The place in a file is each stream's own.
-                [copy.copy(source) for source in self._sources] if number else self._sources,
-            )
-            for number in range(data.streams)
-        ]
-        self._read: tuple[int, ...] = tuple(range(data.streams))
-        # Bad records and long documents of the streams that other machines read, as those have told.
-        self._told_counts: dict[int, tuple[int, int]] = {}
+        self._position: Any = None  # after the last batch handed out; None is the beginning
+        self._tokenising: Tokenising | None = None
+        self._nodes: BaseNode[MicroBatch | DataError] | None = None
+        self._has_ended = False
 
     def __next__(self) -> MicroBatch:
-        """Return the next batch, all four tensors `[G, T]` int64 on the CPU. The caller may change them.
-
-        It has the sequences of the streams that are read, in the order of the streams. If only some streams have
-        ended, padding takes their place.
-        """
-        try:
-            parts = [self._streams[number].next(self._rules, len(self._read)) for number in self._read]
-        except DataError:
-            self.close()  # the position stays before the error, so the next call meets the same record
-            raise
-        if all(part is None for part in parts):
+        """Return the next batch, all four tensors `[G, T]` int64 on the CPU. The caller may change them."""
+        if self._has_ended:
             raise StopIteration
-        for number in self._read:
-            self._streams[number].keep_position()
-        if self.num_streams == 1 and parts[0] is not None:
-            return parts[0]
-        return self._filled(parts)
+        if self._nodes is None:
+            self._nodes = self._start()
+        batch = next(self._nodes, None)
+        if isinstance(batch, DataError):
+            self.close()  # the position stays before the error, so the next call meets the same record
+            raise batch
+        if batch is None:  # the end of the data is no place of its own
+            self._has_ended = True
+            raise StopIteration
+        state: dict[str, Any] = self._nodes.state_dict()
+        if isinstance(self._nodes, Prefetcher):
+            # The prefetcher keeps the nodes' state as it was after each batch, so a resumed run repeats no batch.
+            assert state["steps_since_snapshot"] == 0, (
+                f"{state['steps_since_snapshot']} batches without a snapshot"
+            )
+            state = state["snapshot"]
+        self._position = state
+        return batch
 
-    def padding(self) -> MicroBatch:
-        return self._filled([None] * len(self._read))
-
-    def _filled(self, parts: Sequence[MicroBatch | None]) -> MicroBatch:
-        """Join the streams' parts of a batch, each filled up with padding."""
-        size = self.global_batch_size // self.num_streams
-        pieces: list[MicroBatch] = []
-        for part in parts:
-            missing = size - (0 if part is None else len(part.tokens))
-            pieces += [] if part is None else [part]
-            if missing:
-                pieces.append(padding_sequences(missing, self._seq_len, self._tokenizer.pad_id))
-        return MicroBatch(
-            *(torch.cat(tensors) for tensors in zip(*map(MicroBatch.tensors, pieces), strict=True))
-        )
-
-    # Streams.
-
-    def read_only(self, streams: Iterable[int]) -> None:
-        """Read only these streams from now on; other machines read the others. Goes back to the position.
-
-        To read all streams again, load a position that has them all.
-        """
-        self.close()
-        self._read = tuple(sorted(streams))
-        for number, stream in enumerate(self._streams):
-            if number not in self._read:
-                stream.position = ELSEWHERE
-
-    def row_of(self, sequence: int) -> int:
-        """Return the place in its batches of sequence `sequence` of the whole batch, whose stream must be read."""
-        if self.num_streams == 1:
-            return sequence
-        size = self.global_batch_size // self.num_streams
-        return self._read.index(sequence // size) * size + sequence % size
-
-    @property
-    def counts(self) -> list[list[int]]:
-        """Stream, bad records and long documents of each stream that is read, to tell the other machines."""
-        return [[number, *self._counts_of(number)] for number in self._read]
-
-    def hear_counts(self, counts: Iterable[Sequence[int]]) -> None:
-        self._told_counts = {number: (bad, long) for number, bad, long in counts}
+    def _start(self) -> BaseNode[MicroBatch | DataError]:
+        # New nodes each time: a thread that still works on the old ones cannot disturb them.
+        data, pad_id, seq_len = self._data, self._tokenizer.pad_id, self._seq_len
+        reader = Reader(self._sources, self._mix)
+        self._tokenising = Tokenising(reader, self._tokenizer, data.num_workers)
+        sequences: BestFitPacker | ContiguousPacker | SequenceShuffler
+        if packs_whole_documents(data):
+            # Asked for only here: to count the records of small archives, they are read.
+            counts = [each.quick_count() for each in self._sources] if self._copies_apart else []
+            sequences = BestFitPacker(self._tokenising, seq_len, pad_id, data.long_documents, counts)
+        else:
+            sequences = ContiguousPacker(self._tokenising, seq_len, pad_id)
+        if window := window_of(data, seq_len):
+            sequences = SequenceShuffler(sequences, window, self._mix.seed)
+        batches = Batches(sequences, self._global_batch_size)
+        if not data.num_workers:
+            batches.reset(self._position)
+            return batches
+        prefetcher = Prefetcher(batches, PREFETCHED_BATCHES)
+        prefetcher.reset(self._position and {"snapshot": self._position, "steps_since_snapshot": 0})
+        return prefetcher
 
     # The position.
 
@@ -196,44 +149,28 @@ class Loader(Iterator[MicroBatch]):
         """Return the position after the last batch handed out, fit for JSON. Prefetched batches do not count.
 
         Besides a few integers it holds the tokens that are read but not yet in a batch: less than one sequence and
-        one piece of text (64 Ki characters), with whole documents less than one sequence. All this is there once for
-        each stream; if other machines read some streams, `joined_positions` makes it whole.
+        one piece of text (64 Ki characters), with whole documents less than one sequence.
         """
-        position = joined([stream.position for stream in self._streams])
-        return {"data": self._identity(self._rules), "position": position}
+        return {"data": self._identity(), "position": _plain(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. `num_workers` and the batch size may have changed.
 
         The sequence length may have changed too if sequences are packed contiguously and not shuffled. Raises
         `DataError` if the position belongs to other files, weights, shuffling, packing, another seed or tokenizer:
-        it would mean other documents. The rules of the order become those of the position, so that a run keeps the
-        order that it began with.
+        it would mean other documents.
         """
-        saved, position = state.get("data"), state.get("position")
+        saved, current = state.get("data"), self._identity()
         if not isinstance(saved, dict):
             raise DataError(f"the saved data position does not name its data: {str(saved)[:100]}")
-        rules = rules_of(saved, self._data, self._rules)
-        current = self._identity(rules)
-        changed = {key: now for key, now in current.items() if saved.get(key) != now}
-        changed |= {key: LEFT_OUT[key] for key in LEFT_OUT if key in saved.keys() - current.keys()}
-        if changed.keys() == {"sources"} and isinstance(saved.get("sources"), list):
-            names = zip(self._sources, saved["sources"], current["sources"], strict=False)
-            text = "; ".join(f"{source.name}: {was}, now {now}" for source, was, now in names if was != now)
-            raise DataError(f"the saved data position is of other files: {text}")
+        changed = [key for key in {**current, **saved} if saved.get(key) != current.get(key)]
         if changed:
             text = "; ".join(
-                f"{key} was {saved.get(key, 'not set')}, is {now}" for key, now in changed.items()
+                f"{key} was {saved.get(key, 'not set')}, is {current.get(key, 'not set')}" for key in changed
             )
             raise DataError(f"the saved data position is of other data: {text}")
-        first_places = [source.first_cursor() for source in self._sources]
-        positions = split_position(position, self.num_streams, first_places)
-        if rules.number < self._rules.number:
-            logger.info("the data keep the order of the version that the run began with")
         self.close()  # what is prefetched belongs to the old position
-        self._rules = rules
-        for stream, position in zip(self._streams, positions, strict=True):
-            stream.position = position
+        self._position = state.get("position")
 
     def check_first_records(self) -> None:
         """Raise `DataError` if the first records of a source cannot be used. Moves no position."""
@@ -241,8 +178,11 @@ class Loader(Iterator[MicroBatch]):
 
     def close(self) -> None:
         """End the threads. The position stays, and asking for a further batch starts them again."""
-        for stream in self._streams:
-            stream.close()
+        self._nodes = None  # torchdata's prefetch thread ends with its node
+        self._has_ended = False
+        if self._tokenising is not None:
+            self._tokenising.close()
+            self._tokenising = None
 
     # Figures.
 
@@ -250,22 +190,17 @@ class Loader(Iterator[MicroBatch]):
         return num_tokens(batch, self._tokenizer.pad_id)
 
     def num_bad_records(self) -> int:
-        """Count the records skipped as bad up to the last batch handed out, in all streams."""
-        return sum(self._counts_of(number)[0] for number in range(self.num_streams))
+        """Count the records skipped as bad up to the last batch handed out."""
+        if self._position is None:
+            return 0
+        return sum(source["bad"] for source in progress_so_far(self._position)["reader"]["sources"])
 
     def num_long_documents(self) -> int:
         """Count the documents longer than a sequence up to the last batch; only best-fit packing counts them."""
-        return sum(self._counts_of(number)[1] for number in range(self.num_streams))
+        return 0 if self._position is None else int(progress_so_far(self._position)["long"])
 
-    def _counts_of(self, number: int) -> tuple[int, int]:
-        position = self._streams[number].position
-        if position is None or position == ELSEWHERE:
-            return self._told_counts.get(number, (0, 0))
-        progress = progress_so_far(position)
-        return sum(source["bad"] for source in progress["reader"]["sources"]), progress["long"]
-
-    def _identity(self, rules: OrderRules) -> dict[str, Any]:
-        """Return everything that fixes the batches after a position, under the given rules of the order."""
+    def _identity(self) -> dict[str, Any]:
+        """Return everything that fixes the batches after a position."""
         packs_whole = packs_whole_documents(self._data)
         identity = {
             "seed": self._mix.seed,
@@ -278,32 +213,33 @@ class Loader(Iterator[MicroBatch]):
             "packing": "best_fit" if packs_whole else "contiguous",
         }
         # Keys are added only if they matter, so that positions of runs without these features stay valid.
-        if self.num_streams > 1:
-            identity["streams"] = self.num_streams
         if any(table.content in WITH_PROMPTS for table in self._data.sources):
-            template = self._tokenizer.templates.digest()
+            template = self._tokenizer.template.digest()
             identity |= {"chat_template": template, "loss_on": self._data.loss_on}
-        # A group that is half used up must be packed again into the same sequences.
+        # A group or a window that is half used up must be packed again into the same sequences.
         if packs_whole:
             identity |= {"seq_len": self._seq_len, "long_documents": self._data.long_documents}
-        return identity | rules.identity(self._seq_len)
+        identity["order"] = ORDER
+        if window := window_of(self._data, self._seq_len):
+            identity |= {"seq_len": self._seq_len, "shuffle_sequences": window}
+        return identity
 
     def fingerprints(self) -> dict[str, str]:
-        """Return what must be alike on all machines, by config key: each source's files and first documents, and the rest.
-
-        Names of files and folders do not matter. Reads the first documents of each source.
-        """
-        identity = self._identity(self._rules)
-        sources = zip(identity.pop("sources"), self._sources, strict=True)
-        found = {
-            f"data.sources[{number}]": f"{files}, first documents {first_content(source)}"
-            for number, (files, source) in enumerate(sources)
-        }
-        return found | {f"data: {key}": str(value) for key, value in identity.items()}
+        """Return what must be alike on all machines, by name. Names of files and folders do not matter."""
+        return {f"data: {key}": str(value) for key, value in self._identity().items()}
 
     @cached_property
     def _fingerprints(self) -> list[str]:
         return [source.fingerprint() for source in self._sources]
+
+
+def _plain(state: Any) -> Any:
+    """Copy a nested state with lists in place of arrays."""
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state
 
 
 def mix_settings(
@@ -331,10 +267,8 @@ def loader_bytes(data: DataTable, seq_len: int, global_batch_size: int) -> int:
     token_bytes = INTEGER_TENSORS * 8
     # The batch of the step under way, the next one, and with workers the batches that wait for it.
     batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
-    batches += data.streams > 1  # the parts of the streams, while they are joined
-    window = rules_for(data, seq_len).window
     token_total = seq_len * batches * global_batch_size
-    return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window
+    return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window_of(data, seq_len)
 
 
 # Validation.
@@ -365,15 +299,18 @@ def build_validation_loader(
             "shuffle_sequences": 0,
             "epochs": 1,
             "num_workers": 0,
-            "streams": 1,
             "validation_fraction": held_out,
         }
     )
-    sizes = seq_len, global_batch_size
-    # One pass has no copies to keep apart, so its documents are packed as densely as they can be.
-    rules = OrderRules(number=1, window=0)
     loader = Loader(
-        treated, tokenizer, *sizes, 0, validation=bool(held_out), rules=rules, vocab_size=vocab_size
+        treated,
+        tokenizer,
+        seq_len,
+        global_batch_size,
+        seed=0,
+        validation=bool(held_out),
+        copies_apart=False,  # one pass has no copies
+        vocab_size=vocab_size,
     )
     found = ValidationLoader(loader, validation.max_batches)
     next(iter(found))  # an error of the validation data should show now, and not after many steps of training
@@ -400,7 +337,7 @@ class ValidationLoader:
             )
 
     def fingerprints(self) -> dict[str, str]:
-        return {f"validation: {key}": value for key, value in self._loader.fingerprints().items()}
+        return {f"validation {key}": value for key, value in self._loader.fingerprints().items()}
 
 
 # The sources of a run, and a look at their first records for mistakes that all records share: a field of another name, a
@@ -426,17 +363,8 @@ def open_sources(data: DataTable, tokenizer: Tokenizer, vocab_size: int | None =
             if kinds & set(CONVERSATIONS):
                 raise
             render = partial(_refuse, str(error))  # pairs that are plain text need no template
-    readers = [
-        RecordReader(
-            table,
-            render,
-            vocab_size or tokenizer.vocab_size,
-            PairFormat(tokenizer, data.loss_on == "all", table.special_tokens),
-            data.loss_on == "all",
-            partial(splits_at, tokenizer, reads_special=table.special_tokens),
-        )
-        for table in data.sources
-    ]
+    learns_all, most_ids = data.loss_on == "all", vocab_size or tokenizer.vocab_size
+    readers = [RecordReader(table, tokenizer, render, most_ids, learns_all) for table in data.sources]
     return [open_source(table, reader) for table, reader in zip(data.sources, readers, strict=True)]
 
 
@@ -451,36 +379,25 @@ def check_first_records(data: DataTable, sources: Sequence[Source], tokenizer: T
     """
     most_bad = 1 if data.on_bad_record == "stop" else ALL_BAD
     for table, source in zip(data.sources, sources, strict=True):
-        is_plain = table.content == "text" and not table.special_tokens
-        num_good, errors = 0, list[DataError]()
-        for document in source.first_documents(DOCUMENTS_READ if is_plain else ALL_BAD):
+        has_good, errors = False, list[DataError]()
+        for document in source.first_documents(FIRST_DOCUMENTS):
             try:
                 content, _ = source.read(document, 0)
             except DataFileError:
                 raise  # no record is at fault: leaving such documents out would hide it
             except DataError as error:
                 errors.append(error)
+                content = ""
+            # A document that is empty is neither good nor bad.
+            has_good |= len(content) > 0
+            if isinstance(content, str) and not table.special_tokens:
+                ends = _warns(table, tokenizer, document, content)
             else:
-                num_good += len(content) > 0
-                if is_plain and isinstance(content, str) and _warns(table, tokenizer, document, content):
-                    break
-            if len(errors) >= most_bad and not num_good:
+                ends = has_good
+            if ends or (len(errors) >= most_bad and not has_good):
                 break
-        # A document that is empty is neither good nor bad. Later records may be bad: this is about the beginning.
-        if errors and not num_good:
+        if errors and not has_good:
             raise DataError(f"source {table.path!r}: {errors[0]}")
-
-
-def first_content(source: Source) -> str:
-    """Return a digest of a source's first documents, of the beginning of each."""
-    digest = hashlib.sha256()
-    for document in source.first_documents(ALL_BAD):
-        try:
-            content, _ = source.read(document, 0)
-        except DataError:
-            content = ""  # the run reports it when it comes to it
-        digest.update(hashlib.sha256(content_bytes(content)).digest())
-    return digest.hexdigest()[:12]
 
 
 def _warns(table: SourceTable, tokenizer: Tokenizer, document: Document, text: str) -> bool:

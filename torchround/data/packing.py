@@ -26,7 +26,7 @@ from torchround.planning.partition import split_evenly
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """The tokens `[n]` of a piece of a document of source number `source`, in that source's pass `epoch`.
+    """The tokens `[n]` of a piece of a document.
 
     `starts_document` is False if it continues the piece before it. `learn` `[n]` marks the tokens that are a label of
     the position before them; None marks all.
@@ -36,8 +36,6 @@ class TokenPiece:
     starts_document: bool
     learn: BoolArray | None = None
     ends_document: bool = True
-    epoch: int = 0
-    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,37 +195,22 @@ def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
     return MicroBatch(*map(torch.from_numpy, columns))
 
 
-def padding_sequences(count: int, seq_len: int, pad_id: int) -> MicroBatch:
-    """Return sequences `[count, seq_len]` of padding alone, each of one document without a label."""
-    tokens = torch.full((count, seq_len), pad_id, dtype=torch.int64)
-    return MicroBatch(
-        tokens=tokens,
-        labels=torch.full_like(tokens, IGNORED_LABEL),
-        positions=torch.arange(seq_len).repeat(count, 1),
-        document_ids=torch.zeros_like(tokens),
-    )
-
-
 def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
     """Cut the G sequences of `batch` into M = ceil(G / micro_batch_size) micro-batches, in order.
 
     If G does not divide evenly, the first micro-batches hold one sequence more (PACI appendix B). They are views, and
     each knows the most documents in any sequence of the whole batch, and the longest of them.
     """
-    parts = micro_batch_rows(batch.tokens.shape[0], micro_batch_size)
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+    sequences = batch.tokens.shape[0]
+    parts = split_evenly(sequences, -(-sequences // micro_batch_size))
     # Counted over the whole batch: shapes of compiled layers would otherwise depend on the cut.
     ids = batch.document_ids
     whole = replace(batch, max_documents=most_documents(ids), longest_document=longest_document(ids))
     return [
         whole.with_tensors(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts
     ]
-
-
-def micro_batch_rows(sequences: int, micro_batch_size: int) -> list[range]:
-    """Return which of a batch's sequences each micro-batch holds. Raises `ValueError` for a size below 1."""
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
-    return split_evenly(sequences, -(-sequences // micro_batch_size))
 
 
 def num_tokens(batch: MicroBatch, pad_id: int) -> int:

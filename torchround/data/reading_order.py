@@ -25,11 +25,7 @@ FEW_DOCUMENTS = (
     "it takes whole documents, and a text file is one: part the text into more files, or into lines of JSON "
     '{"text": ..}, or name other files in validation.sources'
 )
-FILE_REMEDY = "a file that cannot be read stops a run in both modes of data.on_bad_record; once it is back, the same command continues"
 LEAST_BAD_RECORDS = 10
-# A stream that may get a usable document of a source in a pass with a chance of one in S misses all of them in 8 S
-# passes with a chance of less than one in 2000.
-PASSES_PER_STREAM = 8
 
 
 @dataclass(frozen=True)
@@ -39,9 +35,7 @@ class MixSettings:
     `epochs = None`: each source starts over in a new order after its last document. Otherwise each document comes
     exactly `epochs` times, and a source at its end leaves the mix to the others. With `skip_bad`, bad records are left
     out up to the fraction `max_bad_fraction` of a source's documents. The fraction `held_out` of the
-    documents is for validation: with `validation` only those are read, otherwise only the others. With `copies_apart`,
-    at least three quarters of an epoch lie between two visits to a document. The documents of each source are dealt to
-    `num_streams` streams in turn, and only those of number `stream` are read.
+    documents is for validation: with `validation` only those are read, otherwise only the others.
     """
 
     weights: Sequence[float]
@@ -52,9 +46,6 @@ class MixSettings:
     max_bad_fraction: float = 1.0
     held_out: float = 0.0
     validation: bool = False
-    copies_apart: bool = True
-    stream: int = 0
-    num_streams: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,6 @@ class DocumentPiece:
 
     content: Content
     source: int
-    epoch: int
     document: Document
     first: bool
     last: bool
@@ -96,8 +86,6 @@ class Reader(BaseNode[DocumentPiece]):
         self._sources = sources
         self._settings = settings
         self.bad_records: list[str] = []  # the first ones that were skipped, with file and line
-        # Of each source, the passes in a row that gave this stream nothing.
-        self._fruitless = [0] * len(sources)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
@@ -115,12 +103,6 @@ class Reader(BaseNode[DocumentPiece]):
 
     def next(self) -> DocumentPiece:
         """Return the next piece, never empty. Raises `StopIteration` after the last epoch."""
-        try:
-            return self._next_piece()
-        except DataFileError as error:
-            raise DataFileError(f"{error} ({FILE_REMEDY})") from error
-
-    def _next_piece(self) -> DocumentPiece:
         while True:
             if self._source is None:
                 self._source, self._offset = self._choose_source(), 0
@@ -128,11 +110,6 @@ class Reader(BaseNode[DocumentPiece]):
             found = self._sources[number].locate(progress.place, self._shuffle_key(number))
             if found is None:
                 self._end_pass(number)
-                continue
-            if (
-                progress.drawn % self._settings.num_streams != self._settings.stream
-            ):  # another stream's document
-                progress.place, progress.drawn, self._source = found[1], progress.drawn + 1, None
                 continue
             piece = self._read(number, *found)
             if piece is not None:
@@ -165,7 +142,6 @@ class Reader(BaseNode[DocumentPiece]):
         return DocumentPiece(
             content,
             number,
-            progress.epoch,
             document,
             first=offset == 0,
             last=next_offset is None,
@@ -187,24 +163,19 @@ class Reader(BaseNode[DocumentPiece]):
         if not self._settings.shuffle:
             return None
         seed, epoch = self._settings.seed, self._progress[number].epoch
-        is_later = self._settings.copies_apart and epoch > 0
-        return EpochKey(f"{seed}/{number}/{epoch}", f"{seed}/{number}/0" if is_later else None)
+        return EpochKey(f"{seed}/{number}/{epoch}", f"{seed}/{number}/0" if epoch > 0 else None)
 
     def _end_pass(self, number: int) -> None:
         """Turn to the next epoch of a source. Raises `DataError` if the pass gave nothing."""
         progress, name, settings = self._progress[number], self._sources[number].name, self._settings
-        self._fruitless[number] = 0 if progress.used else self._fruitless[number] + 1
-        # Without this error, an endless run would read an empty source forever. Some of several streams may get no
-        # document of a small source in one pass, and others in the next.
-        most = 1 if settings.num_streams == 1 else PASSES_PER_STREAM * settings.num_streams
-        if self._fruitless[number] >= most and not settings.validation:
+        # Without this error, an endless run would read an empty source forever.
+        if not progress.used and not settings.validation:
             left_out = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
             if settings.held_out and progress.drawn > progress.bad:
                 left_out += (
                     f"; data.validation_fraction {settings.held_out} holds out the rest ({FEW_DOCUMENTS})"
                 )
-            streams = f" for stream {settings.stream} of data.streams" if settings.num_streams > 1 else ""
-            raise DataError(f"source {name!r}: none of its documents holds any text{streams}{left_out}")
+            raise DataError(f"source {name!r}: none of its documents holds any text{left_out}")
         progress.epoch += 1
         progress.place = self._sources[number].first_cursor()
         progress.used = 0
@@ -220,7 +191,7 @@ class Reader(BaseNode[DocumentPiece]):
         # A small source would pass a small fraction with one bad record. The least number is one of each pass, because
         # later passes meet the same bad records again.
         least = LEAST_BAD_RECORDS * (progress.epoch + 1)
-        looked_at = -(-(progress.drawn + 1 - self._settings.stream) // self._settings.num_streams)
+        looked_at = progress.drawn + 1
         if progress.bad > max(least, bound * looked_at):
             raise DataError(
                 f"{error} (source {self._sources[number].name!r}: {progress.bad} of {looked_at} records were bad, "

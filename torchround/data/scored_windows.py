@@ -16,8 +16,8 @@ from torchround.data.document_types import TokenIds
 from torchround.data.loader import check_first_records, mix_settings, open_sources
 from torchround.data.packing import learnt_mask
 from torchround.data.reading_order import Reader
-from torchround.data.sequence_stream import tokenise
 from torchround.data.text.tokenizer import Tokenizer
+from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 

@@ -93,10 +93,10 @@ class Window:
     """One window: filled in the packer's order until it is full, and then emptied in its own order.
 
     `state` is the packer's at the window's start. The window ends early when each source that it has documents of has
-    begun another epoch, unless `across_epochs` is set: copies of small data would otherwise be mixed.
+    begun another epoch: copies of small data would otherwise be mixed.
     """
 
-    def __init__(self, number: int, state: dict[str, Any], size: int, across_epochs: bool) -> None:
+    def __init__(self, number: int, state: dict[str, Any], size: int) -> None:
         self.number, self.state = number, state
         self.state_after = state
         self.is_full = False
@@ -104,7 +104,6 @@ class Window:
         self.error: DataError | None = None
         self.waiting: list[PackedSequence] = []
         self._size = size
-        self._across_epochs = across_epochs
 
     def take_from(self, packer: BaseNode[PackedSequence | DataError]) -> None:
         """Take one sequence, if any is missing. An error, and the end of the data, also fill the window."""
@@ -127,8 +126,6 @@ class Window:
         self.waiting = [self.waiting[index] for index in reversed(order[taken:])]
 
     def _has_an_epoch(self) -> bool:
-        if self._across_epochs:
-            return False
         begun, now = (progress_so_far(state)["reader"]["sources"] for state in (self.state, self.state_after))
         pairs = list(zip(begun, now, strict=True))
         new_epochs = [
@@ -144,18 +141,11 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
     A file that cannot be read stops it as soon as it is met, which depends on when it vanished anyway.
     """
 
-    def __init__(
-        self,
-        packer: BaseNode[PackedSequence | DataError],
-        window_size: int,
-        seed: int,
-        across_epochs: bool = False,
-    ) -> None:
+    def __init__(self, packer: BaseNode[PackedSequence | DataError], window_size: int, seed: int) -> None:
         super().__init__()
         self._packer = packer
         self._window_size = window_size
         self._seed = seed
-        self._across_epochs = across_epochs
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
@@ -229,4 +219,4 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
             self._begin(self._following, 0)
 
     def _window(self, number: int, state: dict[str, Any]) -> Window:
-        return Window(number, state, self._window_size, self._across_epochs)
+        return Window(number, state, self._window_size)

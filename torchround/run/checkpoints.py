@@ -20,7 +20,7 @@ from torchround.checkpoint import (
     checkpoint_name,
 )
 from torchround.config import Config
-from torchround.data import DataError, Loader, joined_positions
+from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import Save
 from torchround.engine.store.bundles import BOUNDED, OLDER_WEIGHTS
@@ -280,11 +280,9 @@ class RunCheckpoints:
     ) -> str:
         """Write a checkpoint. Returns the line that reports it."""
         start_s = time.monotonic()
-        # Each machine has the place in the data that it reads.
-        places = self._team.gather(position.data, f"the place in the data after step {position.step}")
         state = {
             **position.state(),
-            "data": joined_positions(places),
+            "data": position.data,
             **resume_state,
             "skipped_steps": position.step - resume_state["applied_updates"],
             "wandb_run_id": self.wandb_run_id,

@@ -38,10 +38,7 @@ def refuse_links_out_of(folder: Path, endings: Collection[str]) -> None:
     around = next((above for above in real.parents if above.name.startswith("models--")), real)
     for path in (*folder.glob("*"), *folder.glob("*/*")):
         if path.suffix in endings and path.is_file() and not path.resolve().is_relative_to(around):
-            raise OSError(
-                f"{path} is a link to {path.resolve()}, outside {around}; an export publishes what it reads: put the file "
-                "itself there if it is yours"
-            )
+            raise OSError(f"{path} is a link to {path.resolve()}, outside {around}")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -52,23 +49,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replaced_whole(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of `path` after the block: a reader finds the old content or all of the new.
+    """Yield a new file that replaces `path` after the block: a reader finds the old content or all of the new.
 
-    A link at `path` is replaced, and the file that it leads to stays as it is. After an error the old content stays.
-    Raises `OSError`, also if `path` is a folder, a pipe or a device, such as `/dev/stdout`.
+    A link is replaced, not followed. After an error the old content stays. Raises `OSError`, also for no regular file.
     """
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is a directory, a pipe or a device; legal: the name of a file")
-    # An unknown name, made exclusively: another person cannot put a link there, nor a second process the same name.
-    unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    # An unknown name, opened exclusively: another person cannot put a link there, nor a second process the same name.
+    unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tmp")
     try:
-        descriptor = os.open(
-            unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-        )
-    except FileNotFoundError as error:
-        raise OSError(f"{path}: there is no folder {path.parent}") from error
-    try:
-        with open(descriptor, "w+b") as file:
+        with open(unfinished, "x+b") as file:
             yield file
         unfinished.replace(path)
     except BaseException:

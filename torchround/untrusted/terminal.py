@@ -1,7 +1,4 @@
-"""Makes text from untrusted files safe to print, and prints how far long work is.
-
-Every error that quotes such a file passes its message through here.
-"""
+"""Makes text from untrusted files safe to print, and prints how far long work is."""
 
 import sys
 import time
@@ -13,10 +10,9 @@ EVERY_S = 10.0
 
 
 def terminal_safe(message: object, *lines: object) -> str:
-    """Return `message`, with each of `lines` indented below it, safe to print in a terminal.
+    """Join `message` and `lines`, each indented below it, with control characters escaped.
 
-    Control characters are escaped, so they cannot command the terminal. Each part longer than `MOST_CHARACTERS`
-    loses its middle, so it cannot fill the terminal.
+    A part longer than `MOST_CHARACTERS` loses its middle, so it cannot fill the terminal.
     """
     half = MOST_CHARACTERS // 2
     parts = [str(part) for part in (message, *lines)]
@@ -32,10 +28,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Print one line to standard output, safe for a terminal.
-
-    A reader that has gone away, as after `| head`, does not end the run: the line is dropped.
-    """
+    """Print one line to standard output. A reader that has gone away, as after `| head`, does not end the run."""
     with suppress(OSError):
         print(escape_unprintable(line), flush=True)
 
@@ -48,28 +41,22 @@ class Progress:
     """
 
     def __init__(
-        self,
-        work: str,
-        total: int | None = None,
-        text: Callable[[int], str] = "{:,}".format,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, work: str, total: int | None = None, text: Callable[[int], str] = "{:,}".format
     ) -> None:
         self.done = 0
-        self._work, self._total, self._text, self._clock = work, total, text, clock
-        self._next_s = clock() + EVERY_S
+        self._work, self._total, self._text = work, total, text
+        self._next_s = time.monotonic() + EVERY_S
 
     def advance(self, amount: int = 1, *, silent: bool = False) -> None:
         """Count more as done. Print the line if it is due, unless `silent`."""
         self.done += amount
-        now_s = self._clock()
+        now_s = time.monotonic()
         if silent or now_s < self._next_s:
             return
         self._next_s = now_s + EVERY_S
+        text = f"{self._work}: {self._text(self.done)}"
+        if self._total:
+            text += f" of {self._text(self._total)} ({100 * self.done / self._total:.0f} %)"
         # A closed console must not end the work.
         with suppress(OSError, ValueError):
-            print(escape_unprintable(self.line()), file=sys.stderr, flush=True)
-
-    def line(self) -> str:
-        share = f" of {self._text(self._total)} ({self.done / self._total:.0%})" if self._total else ""
-        return f"{self._work}: {self._text(self.done)}{share.replace('%', ' %')}"
+            print(escape_unprintable(text), file=sys.stderr, flush=True)

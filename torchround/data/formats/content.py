@@ -5,7 +5,6 @@ instruction and output. Each fault of a record is a `DataError` that says where 
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,36 +21,35 @@ from torchround.data.document_types import (
     TextSpan,
     TokenIds,
 )
-from torchround.data.formats.files import BYTE_ORDER_MARK, SplitsAt
+from torchround.data.formats.files import BYTE_ORDER_MARK
 from torchround.data.text.chat import REASONING
+from torchround.data.text.tokenizer import Tokenizer, pair_spans, splits_at
 
-Spans = tuple[TextSpan, ...]
-Render = Callable[[Conversation], Spans]
-RenderPair = Callable[[str, str], Spans]
+Render = Callable[[Conversation], tuple[TextSpan, ...]]
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# The fields that are read; of several names, the first one that is there.
 DEFAULT_FIELDS = {"text": ("text",), "messages": ("messages", "conversations"), "tokens": ("tokens",)}
-ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
-PAIR_FIELDS = {"prompt": ("question",), "completion": ("response", "answer")}
-"""The fields of a pair, each with other names that are read if it is missing."""
-
-LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
+PROMPT, COMPLETION = ("prompt", "question"), ("completion", "response", "answer")
+ALPACA_FIELDS = ("instruction", "input", "output", "system")
 
 
 @dataclass(frozen=True)
 class RecordReader:
     """Reader of the records of one source. Token ids must be below `vocab_size`. `learns_all`: prompts are learnt too.
 
-    `render` writes conversations, and `render_pair` a prompt and its completion that are plain text. `splits_at` says whether
-    cutting a text at a place leaves its tokens as they are; without it, the usual places are taken.
+    `render` writes conversations. A source of text alone can be read without a tokenizer.
     """
 
     table: SourceTable
+    tokenizer: Tokenizer | None = None
     render: Render | None = None
     vocab_size: int | None = None
-    render_pair: RenderPair | None = None
     learns_all: bool = False
-    splits_at: SplitsAt | None = None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
 
     def columns(self, names: list[str]) -> list[str]:
         """Return those of a table's columns that have to be read: all of them, if a field is missing or fields vary."""
@@ -61,15 +59,16 @@ class RecordReader:
             # If one is missing, the error lists the fields that there are.
             is_whole = {"instruction", "output"} <= set(names)
             return [name for name in names if name in ALPACA_FIELDS] if is_whole else names
-        wanted = (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
-        return [name for name in names if name in wanted] or names
+        return [name for name in names if name in self.fields] or names
+
+    def splits_at(self, text: str, place: int) -> bool:
+        """Say whether cutting a text at a place leaves its tokens as they are."""
+        return self.tokenizer is None or splits_at(self.tokenizer, text, place, self.table.special_tokens)
 
     def read(self, document: Document, record: Record) -> Content:
         """Return the content of a document's record; a blank line gives an empty text. Raises `DataError`."""
-        if isinstance(record, DataError):
-            raise record
         if isinstance(record, bytes) and not record.strip():
-            return ""  # a blank line: the reader passes over empty texts
+            return ""  # the reader passes over empty texts
         try:
             return self._content(_parsed(record) if isinstance(record, bytes) else record)
         except DataError as error:
@@ -82,72 +81,48 @@ class RecordReader:
             return self._rendered(_from_alpaca(record))
         if self.table.content == "prompt_completion":
             return self._pair(record)
-        value = self._value(record)
+        value = _field(record, self.fields)
         if self.table.content == "messages":
-            return self._rendered(_from_messages(_unpacked(value), record))
+            return self._rendered(_from_messages(value, record))
         if self.table.content == "tokens":
             return _ids(value, self.vocab_size)
         if not isinstance(value, str):
             raise DataError(f"the text is {_kind(value)}, not a string")
         return value
 
-    def _pair(self, record: dict[str, Any]) -> Spans:
+    def _pair(self, record: dict[str, Any]) -> tuple[TextSpan, ...]:
         """Return a prompt and its completion, of which only the completion is learnt."""
-        prompt, completion = (_unpacked(_pair_field(record, name)) for name in PAIR_FIELDS)
+        prompt, completion = _field(record, PROMPT), _field(record, COMPLETION)
         if isinstance(prompt, str) and isinstance(completion, str):
-            assert self.render_pair is not None, f"source {self.table.path} has no tokenizer for its pairs"
+            assert self.tokenizer is not None, f"source {self.table.path} has no tokenizer for its pairs"
             if not completion:
-                raise DataError("field 'completion' is an empty string")
-            return self.render_pair(prompt, completion)
-        return self._rendered(_from_pair(prompt, completion, record, self.learns_all))
+                raise DataError("the completion is an empty string")
+            return pair_spans(self.tokenizer, prompt, completion, self.learns_all, self.table.special_tokens)
+        asked = _messages(_as_messages(prompt, "user"), "the prompt")
+        answered = _messages(_as_messages(completion, "assistant"), "the completion")
+        if not any(message["role"] == "assistant" for message in answered):
+            raise DataError("the completion has no message of the assistant")
+        for message in asked:
+            if message["role"] == "assistant" and not self.learns_all:
+                message["train"] = False  # answers in the prompt are examples for the model to read
+        return self._rendered(_conversation([*asked, *answered], record))
 
-    def _value(self, record: dict[str, Any]) -> Any:
-        names = (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
-        for name in names:
-            if name in record:
-                return record[name]
-        raise DataError(_no_field(record, names) + " (source keys: field, content)")
-
-    def _rendered(self, conversation: Conversation) -> Spans:
+    def _rendered(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         assert self.render is not None, f"source {self.table.path} holds conversations and has no template"
         return self.render(conversation)
 
 
-def _no_field(record: dict[str, Any], names: tuple[str, ...]) -> str:
-    wanted = " or ".join(repr(name) for name in names)
-    known = sorted(map(str, record))
-    return f"no field {wanted}; fields: {', '.join(known) or 'none'}{nearest(names[0], known)}"
-
-
-def _pair_field(record: dict[str, Any], name: str) -> Any:
-    """Return the prompt or the completion of a record. Raises `DataError` if two fields could be meant."""
-    found = [name] if name in record else [other for other in PAIR_FIELDS[name] if other in record]
-    if not found:
-        raise DataError(_no_field(record, (name, *PAIR_FIELDS[name])))
-    if len(found) > 1:
-        raise DataError(
-            f"fields {' and '.join(map(repr, found))} may both be the {name}; rename the one to read to {name!r}"
-        )
-    return record[found[0]]
+def _field(record: dict[str, Any], names: tuple[str, ...]) -> Any:
+    for name in names:
+        if name in record:
+            return record[name]
+    wanted, known = " or ".join(map(repr, names)), sorted(map(str, record))
+    fields = f"{', '.join(known) or 'none'}{nearest(names[0], known)}"
+    raise DataError(f"no field {wanted}; fields: {fields} (source keys: field, content)")
 
 
 def _kind(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
-
-
-def _unpacked(value: Any) -> Any:
-    """Return messages that a column of text holds as JSON, as CSV does. Other text stays text, lists of calls too."""
-    if isinstance(value, str) and LIST_OF_OBJECTS.match(value):
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        # A prompt or an answer may itself be JSON: only messages have these fields.
-        if isinstance(found, list) and all(
-            isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
-        ):
-            return found
-    return value
 
 
 def _parsed(line: bytes) -> Any:
@@ -171,12 +146,11 @@ def _ids(value: Any, vocab_size: int | None) -> TokenIds:
     return np.array(value, dtype=np.int64)
 
 
+# Conversations.
+
+
 def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
-    if not isinstance(value, list) or not value:
-        given = "text that is no such list in JSON" if isinstance(value, str) else _kind(value)
-        given = "an empty one" if value == [] else given
-        raise DataError(f"the messages are not a list with at least one message, but {given}")
-    messages = [_message(message, index) for index, message in enumerate(value)]
+    messages = _messages(value, "the conversation")
     # ShareGPT and others keep the system prompt beside the messages.
     system = _optional_text(record, "system")
     if system and messages[0]["role"] != "system":
@@ -184,35 +158,25 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     return _conversation(messages, record)
 
 
-def _from_pair(prompt: Any, completion: Any, record: dict[str, Any], learns_all: bool) -> Conversation:
-    """Return the conversation of a prompt and its completion. A plain text is a message of the user or the assistant."""
-    turns = []
-    for name, value, role in (("prompt", prompt, "user"), ("completion", completion, "assistant")):
-        if isinstance(value, str):
-            value = [{"role": role, "content": value}]
-        if not isinstance(value, list) or not value:
-            given = "an empty list" if value == [] else _kind(value)
-            raise DataError(f"field {name!r} is {given}, not a string or a list of messages")
-        turns.append([_message(message, index) for index, message in enumerate(value)])
-    if not any(message["role"] == "assistant" for message in turns[1]):
-        raise DataError("field 'completion' has no message of the assistant")
-    for message in turns[0]:
-        if message["role"] == "assistant" and not learns_all:
-            message["train"] = False  # answers in the prompt are examples for the model to read
-            message.pop("weight", None)
-    return _conversation([*turns[0], *turns[1]], record)
+def _from_alpaca(record: dict[str, Any]) -> Conversation:
+    question, answer = _field(record, ("instruction",)), _field(record, ("output",))
+    further, system = (_optional_text(record, name) for name in ("input", "system"))
+    if further and isinstance(question, str):
+        question = f"{question}\n\n{further}"
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _conversation(_messages(messages, "the record"), {})
 
 
-def _joined_parts(parts: list[Any], where: str) -> str:
-    """Return the text of a message whose content is a list of parts, `{type: "text", text: ...}`."""
-    texts = []
-    for number, part in enumerate(parts):
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
-        if kind != "text" or not isinstance(text, str):
-            given = f"of type {kind!r}" if kind != "text" else f"{_kind(text)} and no string"
-            raise DataError(f"{where}: part {number} of the content is {given}; legal: parts of type 'text'")
-        texts.append(text)
-    return "".join(texts)
+def _as_messages(value: Any, role: str) -> Any:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def _messages(value: Any, what: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        given = "an empty list" if value == [] else _kind(value)
+        raise DataError(f"{what} is {given}, not a list of messages")
+    return [_message(message, index) for index, message in enumerate(value)]
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
@@ -226,42 +190,19 @@ def _message(message: Any, index: int) -> dict[str, Any]:
         fields["content"] = fields.pop("value", None)
     if not isinstance(fields.get("role"), str):
         raise DataError(f"message {index} has no role; fields: {', '.join(map(str, message)) or 'none'}")
-    content = fields.setdefault("content", None)
-    if isinstance(content, list):
-        content = fields["content"] = _joined_parts(content, f"message {index} ({fields['role']})")
+    content = fields.get("content")
     # Calls and thoughts may come without any answer.
     if content is None and any(fields.get(name) for name in ("tool_calls", *REASONING)):
-        fields["content"] = ""
-    elif not message.keys() & {"content", "value"}:
-        given = ", ".join(map(str, message))
-        raise DataError(f"message {index} ({fields['role']}) has no content; fields: {given}")
-    elif not isinstance(content, str):
-        raise DataError(f"message {index} ({fields['role']}): the content is {_kind(content)}, not a string")
-    return fields
-
-
-def _from_alpaca(record: dict[str, Any]) -> Conversation:
-    for name in ("instruction", "output"):
-        if name not in record:
-            raise DataError(_no_field(record, (name,)))
-        if not isinstance(record[name], str):
-            raise DataError(f"field {name!r} is {_kind(record[name])}, not a string")
-    question = record["instruction"]
-    further, system = (_optional_text(record, name) for name in ("input", "system"))
-    if further:
-        question = f"{question}\n\n{further}"
-    messages = [("system", system)] if system else []
-    history = record.get("history") or []
-    for turn in history if isinstance(history, list) else [history]:
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise DataError("field 'history' is not a list of pairs of question and answer")
-        messages += [("user", turn[0]), ("assistant", turn[1])]
-    messages += [("user", question), ("assistant", record["output"])]
-    # Through `_message` too, because the texts of `history` are not checked yet.
-    as_fields = [
-        _message({"role": role, "content": content}, index) for index, (role, content) in enumerate(messages)
-    ]
-    return _conversation(as_fields, {})
+        content = ""
+    if isinstance(content, list):
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    if not isinstance(content, str):
+        legal = "a string, or a list of parts of type 'text'"
+        raise DataError(
+            f"message {index} ({fields['role']}): the content is {_kind(content)}; legal: {legal}"
+        )
+    return {**fields, "content": content}
 
 
 def _optional_text(record: dict[str, Any], name: str) -> str:
@@ -273,25 +214,16 @@ def _optional_text(record: dict[str, Any], name: str) -> str:
 
 
 def _conversation(messages: list[dict[str, Any]], record: dict[str, Any]) -> Conversation:
-    """Return the conversation of these messages, with the tools and the template's variables of the record."""
+    """Return the conversation of these messages, with the record's tools."""
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"no message of the assistant; roles: {', '.join(m['role'] for m in messages)}")
-    tools, settings = _from_json(record, "tools"), _from_json(record, "chat_template_kwargs")
+    tools = record.get("tools") or None
+    if isinstance(tools, str):
+        # JSON as text: a column of parquet needs one shape for all rows.
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"field 'tools' is not valid JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"field 'tools' is a {type(tools).__name__}, not a list")
-    if settings is not None and not isinstance(settings, dict):
-        raise DataError(f"field 'chat_template_kwargs' is a {type(settings).__name__}, not an object")
-    # A column of parquet gives each row all names, with null for the ones that a record does not have.
-    given = {name: value for name, value in (settings or {}).items() if value is not None}
-    return Conversation(tuple(messages), tuple(tools or ()), given)
-
-
-def _from_json(record: dict[str, Any], name: str) -> Any:
-    """Return a field that some data sets hold as JSON text, because a column of parquet needs one shape for all rows."""
-    value = record.get(name)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"field {name!r} is not valid JSON: {error}") from error
+    return Conversation(tuple(messages), tuple(tools or ()))

@@ -98,17 +98,15 @@ class Source(ABC):
 
 
 class IndexedFiles(Source):
-    """Files that are not packed, in the order of their names. The cursor is the number of a document.
+    """Indexed files, in the order of their names. The cursor is the number of a document.
 
-    The index takes 8 bytes of memory per record. Raises `DataError` if no file holds a document.
+    Raises `DataError` if no file holds a document.
     """
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)
         self._files = [index_file(path, table.format) for path in paths]
         self._sizes = [file.file_bytes for file in self._files]
-        if not any(self._sizes):
-            raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
         # Documents up to the end of each file: a binary search in it finds the file of a document.
         self._ends = np.array(list(accumulate(map(len, self._files))), dtype=np.int64)
         if not self._ends[-1]:

@@ -1,21 +1,19 @@
 """Opens the source that a config table describes, and reads the formats that only come in sequence.
 
-Those formats are compressed JSONL, parquet, and datasets of the package datasets. If the content of a part is damaged,
-its documents before that point are read, and then one document carries the error, with path and line or row. The reader
-decides whether that stops the run. If the system cannot read a file, or if its size has changed, a part raises
-`DataFileError`: that is no fault of a record.
+Those formats are compressed JSONL, parquet, and datasets of the package datasets. A part that is damaged, that the
+system cannot read or whose size has changed raises `DataFileError`: that is no fault of a record.
 """
 
 import gzip
 import os
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchround.config import SourceTable, users_module
-from torchround.data.document_types import DataError, DataFileError, Document, Record, cannot_be_read
+from torchround.data.document_types import DataError, DataFileError, Document, Record
 from torchround.data.formats.content import RecordReader
 from torchround.data.formats.files import (
     MOST_LINE_BYTES,
@@ -24,7 +22,6 @@ from torchround.data.formats.files import (
     find_files,
     index_file,
     is_compressed,
-    is_saved_dataset,
     kind_of,
     refuse_changed,
     size_bytes,
@@ -33,19 +30,8 @@ from torchround.data.formats.sources import IndexedFiles, RecordStream, Source, 
 
 CHUNK_BYTES = 1 << 18
 FEED_BYTES = 1 << 10  # handed to zstd at once: each byte may unpack to 32 KiB
-MOST_BLANK_LINES = 100_000  # in a row: a small archive can unpack to any number of them
 ROWS_AT_ONCE = 1024
 DATASET_PART_ROWS = 8192
-# What a record of a dataset can be at fault for. Every other error is one of the network or of a file.
-FAULTS_OF_RECORDS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    OverflowError,
-    EOFError,
-    zlib.error,
-    gzip.BadGzipFile,
-)
 Documents = Generator[Document, None, None]
 
 
@@ -62,20 +48,15 @@ def open_source(table: SourceTable, records: RecordReader | None = None) -> Sour
         if kind == "text" and table.content != "text":
             raise DataError(
                 f"source {table.path!r}: {path} is a file of text, which cannot hold {table.content!r}; "
-                "legal for that: JSON, JSONL, CSV, parquet or a dataset (source key format)"
+                "legal for that: JSON, JSONL, parquet or a dataset (source key format)"
             )
-        if kind in ("json", "csv", "tsv") and is_compressed(path):
-            raise DataError(f"source {table.path!r}: {path}: {kind} is not read compressed; unpack the file")
-    # One file that cannot be indexed makes the whole source a stream, so that its shuffled order mixes all files.
-    if not any(
-        kind == "parquet" or (kind == "jsonl" and is_compressed(path)) for path, kind in kinds.items()
-    ):
-        return IndexedFiles(table, records, paths)
     if not any(size_bytes(path) for path in paths):
         raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
-    return RecordStream(
-        table, records, [part for path in paths for part in _file_parts(path, kinds[path], records)]
-    )
+    # One file that cannot be indexed makes the whole source a stream, so that its shuffled order mixes all files.
+    if any(kind == "parquet" or (kind == "jsonl" and is_compressed(path)) for path, kind in kinds.items()):
+        parts = [part for path in paths for part in _file_parts(path, kinds[path], records)]
+        return RecordStream(table, records, parts)
+    return IndexedFiles(table, records, paths)
 
 
 def _users_part(module: str, path: Path) -> StreamPart:
@@ -94,12 +75,12 @@ def _users_part(module: str, path: Path) -> StreamPart:
 def _file_parts(path: Path, kind: str, records: RecordReader) -> list[StreamPart]:
     if kind == "parquet":
         return _parquet_parts(path, records)
-    file_bytes = size_bytes(path)
     if kind == "jsonl" and is_compressed(path):
+        file_bytes = size_bytes(path)
         lines = partial(_documents, path, lambda: _lines(_decompressed(path)), "line", 0, file_bytes)
         return [StreamPart(lines, lambda: sum(1 for _ in lines(0)), file_bytes)]
     index = index_file(path, records.table.format)
-    return [StreamPart(partial(_indexed, index), partial(len, index), file_bytes)]
+    return [StreamPart(partial(_indexed, index), partial(len, index), index.file_bytes)]
 
 
 def _documents(
@@ -111,43 +92,18 @@ def _documents(
     start: int,
 ) -> Documents:
     """Yield the records of a part as documents, from the `start`-th on. `before` records are in earlier parts."""
-    number = 0
-    if isinstance(where, Path):
-        refuse_changed(where, size_bytes(where), file_bytes)
+    number = before
     try:
-        for number, record in enumerate(read(), start=1):
-            if number > start:
-                yield _document(where, before + number, unit, record)
-    except Exception as error:  # noqa: BLE001 (packages raise many kinds for damaged data)
-        _refuse_lost(where, file_bytes, error)
-        if number + 1 > start:
-            reason = DataError(f"cannot be read from here on: {type(error).__name__}: {error}")
-            yield _document(where, before + number + 1, unit, reason)
-
-
-def _document(where: Path | str, number: int, unit: str, record: Record) -> Document:
-    if isinstance(record, DataError):
-        record = DataError(f"{where}, {unit} {number}: {record}")
-    return Document(where, 0, number, unit, record)
-
-
-def _refuse_lost(where: Path | str, file_bytes: int | None, error: Exception) -> None:
-    """Raise `DataFileError` if an error came from the system or the network, or if the file's size has changed."""
-    if isinstance(where, Path):
-        if isinstance(error, OSError) and error.errno is not None:
-            raise cannot_be_read(where, error) from error
-        refuse_changed(where, size_bytes(where), file_bytes)
-        return
-    # An error of the network may come wrapped in an error of the format.
-    chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    lost = [link for link in chain if isinstance(link, OSError) and not isinstance(link, gzip.BadGzipFile)]
-    is_fault = any(
-        isinstance(link, FAULTS_OF_RECORDS) or type(link).__module__.startswith("zstandard") for link in chain
-    )
-    if lost or not is_fault:
-        raise DataFileError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+        if isinstance(where, Path):
+            refuse_changed(where, size_bytes(where), file_bytes)
+        for number, record in enumerate(read(), start=before + 1):
+            if number > before + start:
+                yield Document(where, 0, number, unit, record)
+    except DataError:
+        raise
+    except Exception as error:  # packages raise many kinds for damaged data
+        reason = f"{type(error).__name__}: {error}"
+        raise DataFileError(f"{where}, {unit} {number + 1}: cannot be read from here on: {reason}") from error
 
 
 # Lines.
@@ -156,24 +112,14 @@ def _refuse_lost(where: Path | str, file_bytes: int | None, error: Exception) ->
 def _indexed(index: FileIndex, start: int) -> Documents:
     for number in range(start, len(index)):
         document = index.document(number)
-        if document.record is None:
-            yield document  # a text is not held in memory
-            continue
-        # Read now, while its neighbours are read.
-        record: Record
-        try:
-            record = index.read(number)
-        except DataFileError:
-            raise
-        except DataError as error:
-            record = error
-        yield Document(document.path, document.start_byte, document.number, document.unit, record)
+        # A record is read now, while its neighbours are read; a text is not held in memory.
+        yield replace(document, record=index.read(number)) if document.number else document
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Split unpacked chunks into lines without their ends. A last line without an end counts too."""
     rest: list[bytes] = []
-    num_bytes = num_blank = 0
+    num_bytes = 0
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         rest.append(first)
@@ -182,9 +128,6 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         if num_bytes > MOST_LINE_BYTES:
             raise ValueError(TOO_LONG)
         for line in others:
-            num_blank = 0 if num_bytes else num_blank + 1
-            if num_blank > MOST_BLANK_LINES:
-                raise ValueError(f"more than {MOST_BLANK_LINES:,} blank lines in a row")
             yield b"".join(rest)
             rest, num_bytes = [line], len(line)
     if last := b"".join(rest):
@@ -222,11 +165,8 @@ def _parquet_parts(path: Path, records: RecordReader) -> list[StreamPart]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             counts = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
-    except Exception as error:  # noqa: BLE001 (pyarrow raises many kinds for damaged files)
-        _refuse_lost(path, file_bytes, error)
-        fault: Record = DataError(f"not a readable parquet file: {error}")
-        broken = partial(_documents, path, lambda: [fault], "row", 0, file_bytes)
-        return [StreamPart(broken, lambda: 1, file_bytes)]
+    except Exception as error:  # pyarrow raises many kinds for damaged files
+        raise DataFileError(f"{path}: not a readable parquet file: {error}") from error
     columns = records.columns(names)
     parts, before = [], 0
     for group, count in enumerate(counts):
@@ -242,18 +182,7 @@ def _rows(parquet: Any, path: Path, group: int, columns: list[str]) -> Iterator[
     # group may be as large as the file.
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK_BYTES) as file:
         for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False):
-            yield from _records(batch)
-
-
-def _records(batch: Any) -> list[Record]:
-    """Return the fields of each row. Text that is not UTF-8 makes only its own row an error."""
-    try:
-        records: list[Record] = batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if len(batch) > 1:  # only now row by row, which takes 40 times as long
-            return [record for index in range(len(batch)) for record in _records(batch.slice(index, 1))]
-        return [DataError(f"not valid UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason})")]
-    return records
+            yield from batch.to_pylist()
 
 
 # The package datasets.
@@ -276,7 +205,8 @@ def _dataset_parts(table: SourceTable) -> list[StreamPart]:
     if hasattr(loaded, "__len__"):
         for low in range(0, len(loaded), DATASET_PART_ROWS):
             rows = range(low, min(low + DATASET_PART_ROWS, len(loaded)))
-            opened = partial(_documents, table.path, partial(_table_rows, loaded, rows), "row", low, None)
+            records = partial(map, loaded.__getitem__, rows)
+            opened = partial(_documents, table.path, records, "row", low, None)
             parts.append(StreamPart(opened, partial(len, rows), len(rows)))
         return parts
     # The sizes of streamed shards are unknown, so the fingerprint holds the dataset's name.
@@ -291,31 +221,17 @@ def _dataset_parts(table: SourceTable) -> list[StreamPart]:
 
 def _load_dataset(package: Any, table: SourceTable) -> Any:
     folder = Path(os.path.expanduser(table.path))
-    if is_saved_dataset(folder):
-        loaded = package.load_from_disk(str(folder))
-        if not isinstance(loaded, dict):
-            return loaded
-        if table.split not in loaded:
-            raise DataError(f"it has no such split, only {', '.join(loaded)}")
-        return loaded[table.split]
-    name = str(folder) if folder.exists() else table.path
-    return package.load_dataset(name, table.subset, split=table.split, streaming=True)
-
-
-def _table_rows(dataset: Any, rows: range) -> Iterator[Record]:
-    """Yield the rows of a dataset on disk. A row that cannot be read becomes an error and costs no other row."""
-    for index in rows:
-        try:
-            yield dict(dataset[index])
-        except OSError:
-            raise
-        except Exception as error:  # noqa: BLE001 (the package raises many kinds)
-            yield DataError(f"cannot be read: {type(error).__name__}: {error}")
+    # Files that save_to_disk writes.
+    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        name = str(folder) if folder.exists() else table.path
+        return package.load_dataset(name, table.subset, split=table.split, streaming=True)
+    loaded = package.load_from_disk(str(folder))
+    return loaded[table.split] if isinstance(loaded, dict) else loaded
 
 
 def _shard_rows(where: str, shard: Any, start: int) -> Documents:
     # Skipping is the shard's own: what it skips may not have to be fetched.
-    rows = partial(map, dict, shard.skip(start) if start else shard)
+    rows = partial(iter, shard.skip(start) if start else shard)
     return _documents(where, rows, "row", start, None, 0)
 
 

@@ -1,8 +1,6 @@
-"""Finds a tokenizer's chat templates, and copies tokenizer and templates into an export.
+"""Finds a tokenizer's chat template, and copies tokenizer and template into an export.
 
-A folder holds templates in one of two ways. `chat_template.jinja` is the default, and each file of
-`additional_chat_templates/` has another name. Older folders have them in `tokenizer_config.json`, as one text or as a
-list with names. Files come first, as in transformers.
+A folder has its template in `chat_template.jinja`, or in `tokenizer_config.json`, as one text or as a list with names.
 """
 
 import hashlib
@@ -17,12 +15,7 @@ from typing import Any
 from torchround.config import show
 from torchround.data.document_types import MissingTokenizerError, TokenizerError
 
-TEMPLATE_FILE, MORE_TEMPLATES, SETTINGS_FILE = (
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "tokenizer_config.json",
-)
-DEFAULT, WITH_TOOLS = "default", "tool_use"
+TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 # What other programs read besides `tokenizer.json` goes into an export too.
 TOKENIZER_FILES = (
     *("tokenizer.json", SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json"),
@@ -31,45 +24,47 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class TemplateSources:
-    """A tokenizer's chat templates as Jinja source.
+class TemplateSource:
+    """A tokenizer's chat template as Jinja source, None if there is none, and the file that holds it.
 
-    `default` writes conversations, and `with_tools`, if there is one, the conversations that offer tools. Both are None
-    if there is no template. `file` is the file that holds the templates. `settings` are further variables that templates
-    read, such as `enable_thinking`.
+    `settings` are further variables that templates read, such as `enable_thinking`.
     """
 
-    default: str | None = None
-    with_tools: str | None = None
+    text: str | None = None
     file: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Return a short hash of everything that decides what is written."""
-        parts = [self.default or ""]
-        # Parts are added only if they are there, so that data positions of runs without them stay valid.
-        if self.with_tools is not None:
-            parts.append(self.with_tools)
+        parts = [self.text or ""]
+        # Added only if they are there, so that data positions of runs without them stay valid.
         if self.settings:
             parts.append(json.dumps(dict(self.settings), sort_keys=True))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def find_templates(
+def find_template(
     given: str | None, folder: Path | None, settings: Mapping[str, Any] | None = None
-) -> TemplateSources:
-    """Find the template that the key `tokenizer.chat_template` gives, otherwise the templates of a tokenizer's folder.
+) -> TemplateSource:
+    """Find the template that the key `tokenizer.chat_template` gives, otherwise the one of a tokenizer's folder.
 
-    A template of the key writes all conversations. Raises `TokenizerError` if a file is missing or cannot be read.
+    Raises `TokenizerError` if a file is missing or cannot be read.
     """
     settings = settings or {}
     if given is not None:
         path = Path(os.path.expanduser(given))
-        return TemplateSources(_read(path, given), file=path, settings=settings)
+        return TemplateSource(_read(path, given), path, settings)
     if folder is None:
-        return TemplateSources(settings=settings)
-    named, file = _named_templates(folder)
-    return TemplateSources(named.get(DEFAULT), named.get(WITH_TOOLS), file, settings)
+        return TemplateSource(settings=settings)
+    if (folder / TEMPLATE_FILE).is_file():
+        return TemplateSource(_read(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE, settings)
+    text = read_settings(folder / SETTINGS_FILE).get("chat_template")
+    if isinstance(text, list):
+        named = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}
+        text = named.get("default")
+    if not isinstance(text, str):
+        return TemplateSource(settings=settings)
+    return TemplateSource(text, folder / SETTINGS_FILE, settings)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -83,26 +78,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise TokenizerError(f"{path}: a JSON {type(settings).__name__}, not an object")
     return settings
-
-
-def _named_templates(folder: Path) -> tuple[dict[str, str], Path | None]:
-    default, more = folder / TEMPLATE_FILE, sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
-    named = {path.stem: _read(path) for path in more}
-    if default.is_file():
-        return named | {DEFAULT: _read(default)}, default
-    settings = folder / SETTINGS_FILE
-    found = read_settings(settings).get("chat_template")
-    if isinstance(found, str):
-        found = [{"name": DEFAULT, "template": found}]
-    entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-    in_settings = {
-        entry["name"]: entry["template"]
-        for entry in entries
-        if isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-    }
-    if in_settings:
-        return in_settings | named, settings
-    return named, folder / MORE_TEMPLATES if named else None
 
 
 def _read(path: Path, given: str | None = None) -> str:
@@ -124,7 +99,7 @@ def _read(path: Path, given: str | None = None) -> str:
 def export_tokenizer(
     target: Path, state: Mapping[str, Any], base: Path | None, tokenizer: Path | None = None
 ) -> list[str]:
-    """Copy the files into the folder `target`. Returns their names, relative to it.
+    """Copy the files into the folder `target`. Returns their names.
 
     `state` is what a checkpoint holds of its run: its config, with paths that the user gave, and the position in its
     data. `base` is the model's folder, whose tokenizer a run uses unless there is another one. Raises `TokenizerError` if a run
@@ -137,15 +112,12 @@ def export_tokenizer(
     _check_template(state, given, place)
     files = {}
     if place is not None:
-        names = [*TOKENIZER_FILES, *([] if given else [TEMPLATE_FILE])]
+        names = (*TOKENIZER_FILES, TEMPLATE_FILE)
         files = {name: place / name for name in names if (place / name).is_file()}
-        more = [] if given else sorted((place / MORE_TEMPLATES).glob("*.jinja"))
-        files |= {str(path.relative_to(place)): path for path in more}
     if given is not None:  # it takes the place of the folder's
         files[TEMPLATE_FILE] = Path(os.path.expanduser(given))
         _read(files[TEMPLATE_FILE], given)
     for name, path in files.items():
-        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
     return sorted(files)
 
@@ -157,15 +129,12 @@ def folder_of(path: Path) -> Path:
 
 def _check_template(state: Mapping[str, Any], given: str | None, folder: Path | None) -> None:
     # A run on conversations saves its template's digest with the position in the data; other runs have none.
-    data = state.get("data")
-    identity = data.get("data") if isinstance(data, dict) else None
-    trained = identity.get("chat_template") if isinstance(identity, dict) else None
+    trained = ((state.get("data") or {}).get("data") or {}).get("chat_template")
     if trained is None:
         return
-    templates = find_templates(given, folder, state["config"]["tokenizer"].get("chat_template_kwargs"))
-    # Runs of earlier versions used the default alone.
-    if trained not in (templates.digest(), TemplateSources(templates.default).digest()):
+    found = find_template(given, folder, state["config"]["tokenizer"].get("chat_template_kwargs"))
+    if trained != found.digest():
         raise TokenizerError(
-            f"the run trained with another chat template than the one in {templates.file or folder}; an export carries the "
+            f"the run trained with another chat template than the one in {found.file or folder}; an export carries the "
             "template of its run: put that one back, or give the folder that holds it as tokenizer.path"
         )

@@ -6,7 +6,6 @@ The tokenizer `bytes` has one token per UTF-8 byte and needs no file. Any other 
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -26,12 +25,11 @@ from torchround.data.document_types import (
     TokenIds,
     TokenizerError,
 )
-from torchround.data.text.template_files import SETTINGS_FILE, TemplateSources, find_templates, read_settings
+from torchround.data.text.template_files import SETTINGS_FILE, TemplateSource, find_template, read_settings
 
 if TYPE_CHECKING:
     import tokenizers
 
-logger = logging.getLogger(__name__)
 
 SUPPORTED = 'supported: name = "bytes", or a byte-level BPE tokenizer.json'
 FILES = ("tokenizer.json",)
@@ -40,11 +38,6 @@ KEEPING_STEPS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts"
 """Pre-tokenizers that cut a text and can keep all of it, unlike `Whitespace` or `Metaspace`."""
 SEAM_CONTEXT = 128
 """Characters on each side of a place that may be a seam. Longer than any word that a pattern splits by what it begins with."""
-
-EVERY_BYTE = "".join(
-    map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)])
-)
-"""Characters whose UTF-8 has each byte that UTF-8 may have."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Tokenizer:
     special: dict[str, int]
     in_text: dict[str, int] = field(default_factory=dict)
     bpe: "tokenizers.Tokenizer | None" = None
-    templates: TemplateSources = field(default_factory=TemplateSources)
+    template: TemplateSource = field(default_factory=TemplateSource)
     template_tokens: dict[str, str] = field(default_factory=dict)
 
     def special_id(self, name: str) -> int:
@@ -73,8 +66,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode `text` alone. Text that looks like a special token is encoded as plain text."""
-        ids: list[int] = self.encode_array(text).tolist()
-        return ids
+        return list(self.encode_array(text).tolist())
 
     def encode_array(self, text: str) -> TokenIds:
         """Encode as an array `[n]`. Raises `DataError` for a text that the vocabulary's pattern cannot split."""
@@ -138,13 +130,12 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
     Raises `TokenizerError` if there is none, or none that is supported.
     """
     if table.name == "bytes":
-        _warn_of_another_vocabulary(hf_path)
         tokenizer, folder = _byte_tokenizer(), None
     else:
         file = _find_file(table, hf_path)
         tokenizer, folder = read_tokenizer(file), file.parent
-    templates = find_templates(table.chat_template, folder, table.chat_template_kwargs)
-    return replace(tokenizer, templates=templates)
+    template = find_template(table.chat_template, folder, table.chat_template_kwargs)
+    return replace(tokenizer, template=template)
 
 
 def _find_file(table: TokenizerTable, hf_path: str | Path | None) -> Path:
@@ -171,16 +162,6 @@ def _find_file(table: TokenizerTable, hf_path: str | Path | None) -> Path:
     return file
 
 
-def _warn_of_another_vocabulary(hf_path: str | Path | None) -> None:
-    """Warn if the weights know another vocabulary. That is legal, but they then begin as if they were random."""
-    if hf_path is not None and (Path(os.path.expanduser(hf_path)) / FILES[0]).is_file():
-        logger.warning(
-            'tokenizer.name = "bytes", but the weights of model.hf_path = "%s" know the vocabulary of the tokenizer '
-            'in that folder; tokenizer.name = "none" takes that one',
-            hf_path,
-        )
-
-
 def _byte_tokenizer() -> Tokenizer:
     special = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}
     names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
@@ -205,9 +186,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"{path}: {error}") from error
     except Exception as error:  # the package raises plain `Exception`
         raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
-    ((letters, _),) = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(EVERY_BYTE)
-    if missing := set(letters) - vocabulary.keys():
-        logger.warning("%s: %d of the bytes of UTF-8 have no token, and texts lose them", path, len(missing))
     bpe.decoder = bpe.decoder or tokenizers.decoders.ByteLevel()
     # The file may limit or pad texts, for other programs. Names of special tokens in a text must stay text.
     bpe.no_truncation()
@@ -278,8 +256,7 @@ def _token_name(value: Any) -> str:
     return found if isinstance(found, str) else ""
 
 
-# Special tokens by their names in text. Text is encoded as text by default, so that no document can fake the turn of a
-# conversation. A source whose text a chat template wrote before asks for the tokens with `special_tokens = true`.
+# Special tokens by their names in text: a source whose text a chat template wrote before reads them (`special_tokens`).
 
 
 def split_special(tokenizer: Tokenizer, text: str, learn: bool) -> list[TextSpan]:
@@ -287,7 +264,7 @@ def split_special(tokenizer: Tokenizer, text: str, learn: bool) -> list[TextSpan
     return [TextSpan(part, learn, special=index % 2 == 1) for index, part in parts if part]
 
 
-def encode_spans(tokenizer: Tokenizer, spans: list[TextSpan] | tuple[TextSpan, ...]) -> list[TokenIds]:
+def encode_spans(tokenizer: Tokenizer, spans: Iterable[TextSpan]) -> list[TokenIds]:
     """Encode each span apart, as `[n]` int64."""
     return [
         np.array([tokenizer.special_id(span.text)], dtype=np.int64)
@@ -332,31 +309,26 @@ def ends_with_special(tokenizer: Tokenizer, text: str) -> bool:
     return text.rstrip().endswith(tuple(tokenizer.special))
 
 
-@dataclass(frozen=True)
-class PairFormat:
-    """Writer of a prompt and its completion, both plain text: BOS if the tokenizer puts one, both texts, and EOS.
+def pair_spans(
+    tokenizer: Tokenizer, prompt: str, completion: str, learns_all: bool, reads_special: bool
+) -> tuple[TextSpan, ...]:
+    """Write a prompt and its completion, both plain text: BOS if the tokenizer puts one, both texts, and EOS.
 
     The completion and EOS are learnt, and with `learns_all` the prompt too. The two are tokenised apart, as in generation.
     With `reads_special`, names of special tokens are tokens, and BOS and EOS are not written twice.
     """
 
-    tokenizer: Tokenizer
-    learns_all: bool = False
-    reads_special: bool = False
-
-    def __call__(self, prompt: str, completion: str) -> tuple[TextSpan, ...]:
-        bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
-        begun = self.reads_special and opens_with(self.tokenizer, prompt, bos_id)
-        ended = self.reads_special and ends_with_special(self.tokenizer, completion)
-        before = [] if bos_id is None or begun else [self._named(bos_id, self.learns_all)]
-        after = [] if ended else [self._named(eos_id, True)]
-        return (*before, *self._spans(prompt, self.learns_all), *self._spans(completion, True), *after)
-
-    def _spans(self, text: str, learn: bool) -> list[TextSpan]:
-        if self.reads_special:
-            return split_special(self.tokenizer, text, learn)
+    def written(text: str, learn: bool) -> list[TextSpan]:
+        if reads_special:
+            return split_special(tokenizer, text, learn)
         return [TextSpan(text, learn)] if text else []
 
-    def _named(self, token_id: int, learn: bool) -> TextSpan:
-        name = next(name for name, known in self.tokenizer.special.items() if known == token_id)
-        return TextSpan(name, learn, special=True)
+    names = {number: name for name, number in reversed(tokenizer.special.items())}
+    before, after = [], []
+    if tokenizer.bos_id is not None and not (
+        reads_special and opens_with(tokenizer, prompt, tokenizer.bos_id)
+    ):
+        before = [TextSpan(names[tokenizer.bos_id], learns_all, special=True)]
+    if not (reads_special and ends_with_special(tokenizer, completion)):
+        after = [TextSpan(names[tokenizer.eos_id], True, special=True)]
+    return (*before, *written(prompt, learns_all), *written(completion, True), *after)
