@@ -23,6 +23,7 @@ from tests.support.small_run import (
     write_text,
 )
 from torchround.checkpoint import Checkpointer
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.engine import update as update_module
 
 __all__ = ["small_runs"]
@@ -170,7 +171,7 @@ def test_a_resumed_run_keeps_the_rounds_of_its_first_start(small_runs):
 
 def test_a_new_run_may_start_from_a_checkpoint_of_another(small_runs):
     assert small_runs("whole", ASYNC, "--checkpoint.interval_steps=2") == 0
-    load = f"--checkpoint.load_path={small_runs.path('whole')}/checkpoints/step-4"
+    load = f"--checkpoint.load_path={small_runs.path('whole')}/checkpoints/{checkpoint_name(4)}"
     assert small_runs("branch", ASYNC, load) == 0
     assert small_runs.losses("branch") == {5: small_runs.losses("whole")[5]}
     assert small_runs("branch", ASYNC, load, "--training.steps=6") == 0  # its own checkpoint comes first
@@ -189,14 +190,18 @@ def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0
     assert state["step"] == state["applied_updates"] == 5 and state["skipped_steps"] == 0
     assert state["tokens"] == small_runs.steps("first")[-1]["tokens"] > 0
     write_text(small_runs.folder / "other.jsonl", lines=200, seed=1)
-    stage = ["--checkpoint.load=weights", "--checkpoint.load_path=outputs/first/checkpoints/step-5"]
+    stage = ["--checkpoint.load=weights", f"--checkpoint.load_path=outputs/first/checkpoints/{checkpoint_name(5)}"]
     stage += ['--data.sources=[{ path = "other.jsonl" }]', "--run.seed=1"]
     stop_after(2, small_runs, "second", *stage)
     assert small_runs("second", *stage) == 0  # resumes from its own checkpoint
     assert list(small_runs.losses("second")) == [1, 2, 3, 4, 5]
     for name, overrides, expected in (
         ("new", [*stage, "--checkpoint.load_path=nowhere"], "given nowhere; legal: one checkpoint"),
-        ("new", [*stage, "--checkpoint.load_path=outputs/first"], "such as outputs/first/checkpoints/step-5"),
+        (
+            "new",
+            [*stage, "--checkpoint.load_path=outputs/first"],
+            f"such as outputs/first/checkpoints/{checkpoint_name(5)}",
+        ),
         ("new", [*stage, TIED], "model.flavor 'untied' -> 'tied'"),
         ("new", ["--checkpoint.load_path=nowhere"], "given nowhere"),
         ("first", [ASYNC, "--training.steps=6", "--run.seed=1"], "seed was 0, is 1"),
@@ -224,7 +229,7 @@ class Wandb:
 def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(small_runs, monkeypatch):
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    load = "--checkpoint.load_path=outputs/run/checkpoints/step-5"
+    load = f"--checkpoint.load_path=outputs/run/checkpoints/{checkpoint_name(5)}"
     for name, *more in (["run"], ["run", "--training.steps=6"], ["branch", load, "--training.steps=6"]):
         assert small_runs(name, "--metrics.wandb=offline", *more) == 0
     assert wandb.asked == [None, "page-1", None]

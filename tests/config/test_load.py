@@ -147,7 +147,7 @@ def test_a_file_that_is_not_toml_is_refused_with_its_name(tmp_path, content, exp
 
 def test_keys_that_are_gone_are_dropped_from_a_saved_config_and_said_if_they_were_set(caplog):
     fixtures = Path(__file__).parents[1] / "checkpoint"
-    for file in fixtures.glob("written_before_*/**/state.json"):
+    for file in fixtures.glob("written_in_format_*/**/state.json"):
         saved = json.loads(file.read_text())["config"]
         validate(RawConfig(str(file), saved))
         assert not caplog.records

@@ -1,6 +1,5 @@
 """The devices and the memory that a run finds: which kind, how many, how much a plan may use, why none is found."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from torchround.run.hardware import (
     USABLE_DEVICE_FRACTION,
     VISIBLE_CARDS,
     find_hardware,
-    has_card,
     planned_kind,
     why_no_accelerator,
 )
@@ -46,12 +44,11 @@ class Cards(AcceleratorKind):
 def found(monkeypatch):
     """Return a function that finds the hardware of a machine with these cards, as each process that shares it."""
 
-    def found(cards, num_processes=1, has_card=False, **keys):
+    def found(cards, num_processes=1, **keys):
         seen = {
             "present_kind": cards,
             "available_host_bytes": 100 * GIB,
             "why_no_accelerator": "its driver is not loaded",
-            "has_card": has_card,
         }
         for name, value in seen.items():
             monkeypatch.setattr(hardware, name, lambda *_, value=value: value)
@@ -84,15 +81,11 @@ def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(found):
     assert [found(Cards([23.5]), devices=asked).kind for asked in ("auto", "xpu", "cpu")] == ["xpu", "xpu", "cpu"]
 
 
-@pytest.mark.parametrize("has_card", [False, True])
-def test_auto_says_why_it_uses_the_cpu_and_warns_if_there_is_a_card(found, caplog, has_card):
-    auto = found(None, has_card=has_card, devices="auto", cpu_threads=1)
+def test_auto_says_why_it_uses_the_cpu(found):
+    auto = found(None, devices="auto", cpu_threads=1)
     assert (auto.kind, auto.num_devices) == ("cpu", 1)
     assert auto.note == ": no accelerator found (its driver is not loaded)"
-    warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
-    assert len(warnings) == has_card and all("its driver is not loaded" in line for line in warnings)
-    caplog.clear()
-    assert found(None, has_card=has_card, devices="cpu").note == "" and not caplog.records
+    assert found(None, devices="cpu").note == ""
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ def test_auto_says_why_it_uses_the_cpu_and_warns_if_there_is_a_card(found, caplo
 )
 def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(found, cards, asked, message):
     with pytest.raises(EngineUsageError, match=message):
-        found(cards, has_card=True, devices=asked)
+        found(cards, devices=asked)
 
 
 def test_a_plan_for_a_machine_elsewhere_is_for_the_kind_of_the_known_cards_unless_another_is_named():
@@ -152,20 +145,3 @@ def test_the_reason_is_pytorch_s_own_with_the_variable_that_may_hide_cards(monke
         monkeypatch.setenv(VISIBLE_CARDS, hidden)
     variable = "" if hidden is None else f"; {VISIBLE_CARDS} is {hidden or 'empty'}"
     assert why_no_accelerator() == f"torch {torch.__version__}: no driver{variable}"
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "expected"),
-    [
-        ("proc/driver/nvidia/version", 1, True),
-        ("dev/nvidia0", 1, True),
-        ("usr/lib/wsl/lib/libcuda.so.1", 1, True),
-        ("sys/class/drm/card1/device/mem_info_vram_total", 24 << 30, True),
-        ("sys/class/drm/card1/device/mem_info_vram_total", 512 << 20, False),  # in a processor
-        ("proc/version", 1, False),
-    ],
-)
-def test_a_loaded_driver_is_a_card(tmp_path, name, size, expected):
-    (tmp_path / name).parent.mkdir(parents=True)
-    (tmp_path / name).write_text(f"{size}\n")
-    assert has_card(tmp_path) is expected

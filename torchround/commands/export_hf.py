@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from torchround.checkpoint import CheckpointError, verify_checkpoint
-from torchround.checkpoint.fsync import make_folder, sync_entry
+from torchround.checkpoint.folders import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands import new_parser
 from torchround.commands.configured_model import checkpoint_weights, known_families, open_weights

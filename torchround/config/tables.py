@@ -245,10 +245,6 @@ class MachinesTable(Table):
     connections: Annotated[int, Field(ge=1, le=16)] = 4
     """Connections between each two machines that carry gradients and weights. One connection carries 15 to 19 Gb/s at most."""
 
-    checkpoints: Literal["shared", "own"] = "shared"
-    """Place of checkpoints. `shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it is
-    on each machine's own disk and holds that machine's parts, from which as many machines resume."""
-
     share_host: bool = False
     """Whether several processes may run on one host, each as a machine with a share of it. Slower, and meant for tests."""
 

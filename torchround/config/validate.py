@@ -29,6 +29,7 @@ MOST_MISTAKES = 20
 GONE_KEYS = {
     "data.on_changed_files": "stop",
     "engine.share_links": "auto",
+    "machines.checkpoints": "shared",
     "machines.compress": "none",
     "trace.memory": False,
 }

@@ -95,16 +95,7 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
         threads = table.cpu_threads or torch.get_num_threads()
         count = table.num_devices or min(threads, MOST_VIRTUAL_DEVICES)
         device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
-        note = ""
-        if table.devices == "auto":
-            reason = why_no_accelerator()
-            note = f": no accelerator found ({reason})"
-            if has_card():
-                logger.warning(
-                    'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
-                    'engine.devices = "cpu" asks for that without this warning',
-                    reason,
-                )
+        note = f": no accelerator found ({why_no_accelerator()})" if table.devices == "auto" else ""
         return Hardware("cpu", count, limit or device_bytes, host_bytes, note=note)
     cards, num_users = tuple(range(kind.count())), 1
     if share.count > len(cards):
@@ -150,33 +141,17 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
     if table.devices == "cpu":
         return None
     if here is None or here.name != table.devices:
-        raise EngineUsageError(_not_legal(table.devices, [] if here is None else [here.name]))
+        raise EngineUsageError(_not_legal(table.devices, [here.name] if here else []))
     return here
 
 
-def _not_legal(asked: str, kinds: list[str]) -> str:
-    """Say why `asked` is refused where these kinds are legal besides the two words."""
-    reason = "PyTorch sees none here"
+def _not_legal(asked: str, here: list[str]) -> str:
+    """Say why `asked` is refused where PyTorch sees accelerators of the kinds `here`."""
+    reason = f"PyTorch sees none here ({why_no_accelerator()})"
     if asked not in known_kinds():
         reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
-    elif not kinds:
-        reason += f" ({why_no_accelerator()})"
-    names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
-    return f'engine.devices = "{asked}": {reason}; legal: {names}'
-
-
-# Files of NVIDIA's driver once it is loaded: in the list of drivers, as a device, and as WSL shows it to Linux.
-_NVIDIA_FILES = ("proc/driver/nvidia/version", "dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1")
-# AMD's driver shows the memory of each GPU. Processors hold a small one with a share of the host's, of no use for training.
-_AMD_FILES, _SMALLEST_AMD_BYTES = "sys/class/drm/card*/device/mem_info_vram_total", 4 * GIB
-
-
-def has_card(root: Path = Path("/")) -> bool:
-    """Check whether a driver of an NVIDIA or AMD card is loaded. `root` holds `dev`, `proc` and `sys`."""
-    amd_bytes = (int(_read(path) or 0) for path in root.glob(_AMD_FILES))
-    return any((root / name).exists() for name in _NVIDIA_FILES) or any(
-        size >= _SMALLEST_AMD_BYTES for size in amd_bytes
-    )
+    legal = ", ".join(f'"{name}"' for name in ("auto", "cpu", *here))
+    return f'engine.devices = "{asked}": {reason}; legal: {legal}'
 
 
 def why_no_accelerator() -> str:

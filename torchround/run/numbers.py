@@ -91,15 +91,10 @@ def run_question(
     layers, or if the devices lack a switch that the run asks for.
     """
     training, engine = numbers.training, numbers.engine
-    given, stale_layers, given_kept = given_plan(engine)
+    given, stale_layers, given_kept = given_plan(engine, len(model.layers))
     if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
         raise EngineUsageError(
             f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
-        )
-    if given is not None and given[0].num_layers != len(model.layers):
-        raise EngineUsageError(
-            f"engine.plan covers {given[0].num_layers} layers, the model has {len(model.layers)} "
-            "(embedding and head included)"
         )
     bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))
     updates, rule_of = optimizer_costs(model, bundles, numbers.optimizer, engine, numbers.dtype)
@@ -261,8 +256,11 @@ def optimizer_costs(
     Rules that keep and move the same are one. Also returns the place in `UpdateCosts.rules` of each trained parameter, by
     its stored name.
     """
-    others = _smaller_settings(table, engine)
-    optimizers = [make_optimizer(settings) for settings in (table, *others.values())]
+    # The planner names a smaller state where the run's own does not fit.
+    settings = {"": table}
+    if table.state != "compact":
+        settings[COMPACT_STATE] = table.model_copy(update={"state": "compact"})
+    optimizers = [make_optimizer(each) for each in settings.values()]
     trained = {parameter.name for bundle in bundles if bundle.trainable for parameter in bundle.parameters}
 
     def costs_of(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
@@ -283,22 +281,8 @@ def optimizer_costs(
         )
         for optimizer, rules in zip(optimizers, zip(*distinct, strict=True), strict=True)
     )
-    updates = replace(own, smaller=tuple(zip(others, smaller, strict=True)))
+    updates = replace(own, smaller=tuple(zip([*settings][1:], smaller, strict=True)))
     return updates, {name: distinct.index(costs) for name, costs in kept.items()}
-
-
-def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, OptimizerTable]:
-    """Return settings that keep less for some parameters at least, by the change of the config that makes them."""
-    changes = {}
-    if table.state != "compact":
-        changes[COMPACT_STATE] = table.model_copy(update={"state": "compact"})
-    if not isinstance(table, AdamWTable):
-        keys = ['optimizer.name = "adamw"', *([COMPACT_STATE] if changes else [])]
-        if engine.update == "async" and engine.delay_correction != "none" and not table.can_predict:
-            # AdamW would correct the delay, which takes 2 bytes.
-            keys.append('engine.delay_correction = "none"')
-        changes[" and ".join(keys)] = AdamWTable(state="compact")
-    return changes
 
 
 def with_job(layer: LayerCost, shapes: Sequence[Sequence[int]], device: DeviceSpec, dtype: str) -> LayerCost:

@@ -17,7 +17,7 @@ from torchround.engine.passes import StepResult
 from torchround.engine.reports import costs_from_reports
 from torchround.planning.partition import KeptNames, Partition, PlanError
 from torchround.planning.plan import Plan, kept_before
-from torchround.planning.plan_report import plan_for, ratio_text
+from torchround.planning.plan_report import plan_for
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import RunQuestion
 
@@ -35,7 +35,7 @@ class PlanByMeasuring:
 
     `counted` is the plan from FLOPs and bytes. `kept` is the plan that the run had before it was resumed, if any.
     `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step. The `question` has the stale
-    layers of `counted`. `ratio_text` is a line with PipeOffload's k after `settle`, empty if the link's rate is unknown.
+    layers of `counted`.
     """
 
     def __init__(
@@ -50,19 +50,15 @@ class PlanByMeasuring:
         self._question = question
         self._costs = question.costs()
         self._measured: list[StepResult] = []
-        self.is_kept = False
         self._first_step = first_step
         self._counted = self.settled = counted
-        self.ratio_text = ""
-        self.until = first_step
-        self._last_measured = min(first_step + measure_steps, total_steps)
-        if question.given is not None or measure_steps == 0:
-            return
+        is_measuring = question.given is None and measure_steps > 0
         # Until that many steps are done, the kept plan is still the counted one, so the run measures.
-        if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
-            self.settled, self.is_kept = kept, True
-            return
-        self.until = self._last_measured
+        if is_measuring and kept and first_step >= measure_steps and self._fits(kept, counted):
+            self.settled = kept
+        self.is_kept = self.settled is not counted
+        self._last_measured = min(first_step + measure_steps, total_steps)
+        self.until = self._last_measured if is_measuring and not self.is_kept else first_step
 
     def measure(self) -> None:
         """Measure although the kept plan would do, because another machine of the run has none that fits."""
@@ -97,8 +93,6 @@ class PlanByMeasuring:
         except InfeasiblePlanError as error:
             # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
             logger.warning("no plan from measured times fits, so the counted one stays: %s", error)
-        if ratio := ratio_text(self._question, costs):
-            self.ratio_text = f"\n{ratio}, from measured times of layers and the nominal rate of the link"
         self._measured.clear()  # the results hold the marks of an engine that has ended
 
     def _fits(self, kept: Plan, counted: Plan) -> bool:
@@ -116,11 +110,14 @@ class PlanByMeasuring:
         return layers[0] == layers[1] and kept.kept == made.kept
 
 
-def given_plan(engine: EngineTable) -> tuple[tuple[Partition, int] | None, int | None, KeptNames | None]:
+def given_plan(
+    engine: EngineTable, num_layers: int
+) -> tuple[tuple[Partition, int] | None, int | None, KeptNames | None]:
     """Return what `engine.plan` gives, a table or the path of a plan.json, and `engine.stale_layers`.
 
     That is the partition with its rounds, the number of stale layers, and what each layer keeps. None is left to the
-    planner. A key of the config comes before the file's value.
+    planner. A key of the config comes before the file's value. Raises `EngineUsageError` for a file without a plan, and
+    for a plan of another number of layers.
     """
     given = engine.plan
     stale_layers = None if engine.stale_layers == "auto" else engine.stale_layers
@@ -133,9 +130,14 @@ def given_plan(engine: EngineTable) -> tuple[tuple[Partition, int] | None, int |
             raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
         if stale_layers is None and plan.update == engine.update == "bounded":
             stale_layers = plan.stale_layers
+        partition, rounds = plan.partition, plan.rounds
         kept = plan.kept if engine.keep_activations == "auto" else None
-        return (plan.partition, plan.rounds), stale_layers, kept
-    rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
-    partition = Partition.from_lists(given.forward, given.fused, given.backward)
-    kept = None if given.kept is None else kept_before(partition, given.kept)
+    else:
+        rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
+        partition = Partition.from_lists(given.forward, given.fused, given.backward)
+        kept = None if given.kept is None else kept_before(partition, given.kept)
+    if partition.num_layers != num_layers:
+        raise EngineUsageError(
+            f"engine.plan covers {partition.num_layers} layers, the model has {num_layers} (embedding and head included)"
+        )
     return (partition, rounds), stale_layers, kept

@@ -3,10 +3,7 @@
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
 
-import faulthandler
 import os
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
@@ -30,11 +27,6 @@ from torchround.untrusted.terminal import Progress
 
 T = TypeVar("T")
 
-# What a machine's process may still take once another machine has failed: the threads of the engine end within half a
-# minute, unless one is inside a computation.
-END_S = 90.0
-POLL_S = 1.0
-
 
 def is_first_process(environment: Mapping[str, str]) -> bool:
     """Whether a process of this environment is the first of its launch, or the only one."""
@@ -55,14 +47,13 @@ def quiet_unless_first(environment: Mapping[str, str]) -> Iterator[None]:
 def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator["RunMachines"]:
     """Connect to the other machines for the block; one process is a run on one machine. Raises `LaunchError`.
 
-    The end of the block is that of the run: in order, or by telling the others of a fault.
+    The end of the block is that of the run: in order, or by a message to the others about a fault.
     """
     machines = RunMachines(join(environment, config))
     group = machines.group
     if group is None:
         yield machines
         return
-    guard = EndGuard(group)
     try:
         yield machines
         machines.agree("start", None, "the end of the run on all machines")
@@ -75,10 +66,7 @@ def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator[
             group.fail("".join(traceback.format_exception_only(error)).strip().splitlines()[0])
         group.abort()
         raise
-    else:
-        group.close()
-    finally:
-        guard.leave_soon()
+    group.close()
 
 
 class RunMachines:
@@ -186,32 +174,3 @@ class RunMachines:
         own = asdict(record.machine_times(self.names[self.rank]))
         times = self.agree("metrics", own, f"the times of all machines up to step {record.step}")
         return replace(record, machines=tuple(MachineTimes(**values) for values in times))
-
-
-class EndGuard:
-    """A thread that ends the process if a fault of another machine does not, within `END_S`.
-
-    Every wait for another machine is woken by the fault. A thread inside a computation or inside a library cannot be,
-    and the machines that were restarted must not wait for this one.
-    """
-
-    def __init__(self, group: MachineGroup, end_s: float = END_S) -> None:
-        self._group = group
-        self._end_s = end_s
-        self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="end guard", daemon=True).start()
-
-    def leave_soon(self) -> None:
-        """Watch no more: the run has ended in order, or its error is on the way out."""
-        self._ended.set()
-
-    def _watch(self) -> None:
-        while self._group.fault is None:
-            if self._ended.wait(POLL_S):
-                return
-        if not self._ended.wait(self._end_s):
-            print(
-                f"{self._group.fault}\nthis process does not end; its threads:", file=sys.stderr, flush=True
-            )
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
-            os._exit(1)
