@@ -22,9 +22,9 @@ from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler, reserve_buffers
+from torchround.run.numbers import measured_plan
 from torchround.run.resume import StartingWeights, given_folder
 from torchround.run.run_folder import RunError, disk_need
-from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.validation import RunValidation
 from torchround.untrusted.terminal import Progress, say
 
@@ -150,46 +150,57 @@ class Trainer:
         self.store.initialize(model, seed, read, progress.advance)
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
-        """Train the steps that measure, settle the plan, train the others.
+        """Train the steps that measure, plan again, train the others.
 
         Returns why the run ended, and the exit code that says so.
         """
-        parts, total_steps, machines = self._parts, self._total_steps, self._machines
-        kept = self._folder.kept_plan() if self._position.step else None
-        measure_steps = self.config.engine.measure_steps
-        planning = PlanByMeasuring(
-            parts.question, parts.plan, kept, self._position.step, measure_steps, total_steps
+        parts, plan, first, total_steps = (
+            self._parts,
+            self._parts.plan,
+            self._position.step,
+            self._total_steps,
         )
-        # All measure if one has to: the machines report the same steps at the same time.
-        if not all(machines.agree("start", planning.is_kept, "whether plans are kept")):
-            planning.measure()
-        say(planning.text())
-        self._folder.describe(self.config, planning.settled)
+        measure_steps = self.config.engine.measure_steps if parts.question.given is None else 0
+        until = min(first + measure_steps, total_steps)
+        # A card of unknown speed gets no times.
+        is_timed = parts.question.device is not None
+        if until == first:
+            say(f"plan     of {len(plan.stages)} stages\n{plan.text(is_timed)}")
+        else:
+            forecast = f"; until then from counted ones\n{plan}" if is_timed else ""
+            say(
+                f"plan     each layer is timed for {until - first} steps; the plan is made from their times{forecast}"
+            )
+        self._folder.describe(self.config, plan)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
-        waiting = self._meter.waiting_for_data
-        micro_batch_size, rounds = self.config.training.micro_batch_size, planning.settled.rounds
-        self._batches = machines.step_batches(self._loader, micro_batch_size, rounds, waiting)
+        self._batches = self._machines.step_batches(
+            self._loader, self.config.training.micro_batch_size, plan.rounds, self._meter.waiting_for_data
+        )
         self._meter.start()
-        if self._position.step < planning.until:
-            end = self._train_measured(planning, stop)
-            if end is not None or planning.until == total_steps:
+        if first < until:
+            measured: list[StepResult] = []
+            end = self._train_measured(plan, stop, until, measured)
+            if end is not None or until == total_steps:
                 return end or COMPLETE
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
             with self._meter.excluded():
-                planning.settle()
-            say(f"planned again from {measure_steps} measured steps:\n{planning.settled}")
+                plan = measured_plan(parts.question, plan, measured)
+            measured.clear()  # the results hold the marks of an engine that has ended
+            say(f"planned again from {measure_steps} measured steps:\n{plan}")
             try:
-                self._folder.describe(self.config, planning.settled)
+                self._folder.describe(self.config, plan)
             except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
-                logger.warning("%s; training continues, and a resumed run has the plan before it", error)
-        with self._running_engine(planning.settled) as engine:
+                logger.warning("%s; training continues", error)
+        with self._running_engine(plan) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
 
-    def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
-        """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
+    def _train_measured(
+        self, plan: Plan, stop: StopRequest, until: int, measured: list[StepResult]
+    ) -> tuple[str, int] | None:
+        """Run the steps that measure, on an engine of their own, and add them to `measured`. Returns as `_train` does."""
         # A function of its own, so that no name refers to this engine while the next one runs.
-        with self._running_engine(planning.settled, times_layers=True) as engine:
-            return self._train(engine, stop, planning.until, measured_by=planning)
+        with self._running_engine(plan, times_layers=True) as engine:
+            return self._train(engine, stop, until, measured)
 
     @contextmanager
     def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
@@ -229,7 +240,7 @@ class Trainer:
     # The loop.
 
     def _train(
-        self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None
+        self, engine: Engine, stop: StopRequest, until: int, measured: list[StepResult] | None = None
     ) -> tuple[str, int] | None:
         """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
         end, save_every = None, self.config.checkpoint.interval_steps
@@ -242,8 +253,8 @@ class Trainer:
                 end = "the data has come to its end; without training.steps the learning rate ends with it", 0
                 break
             result = self._dispatch(engine, batch)
-            if measured_by is not None:
-                measured_by.add(result)
+            if measured is not None:
+                measured.append(result)
             # One step stays under way, so that the devices compute while the step before it is reported.
             self._report(leave=1)
             # The last step too: it may be due to be saved, and its checkpoint should know its validation.

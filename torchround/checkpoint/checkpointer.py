@@ -143,7 +143,6 @@ class Checkpointer(StepFolders):
         return read_state(path, read_manifest(path, step))
 
     def latest_step(self) -> int | None:
-        """Return the newest complete checkpoint's step, or None."""
         return max(self.complete_steps(), default=None)
 
     def complete_steps(self) -> list[int]:

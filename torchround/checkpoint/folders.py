@@ -25,7 +25,6 @@ _NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
 
 
 def checkpoint_name(step: int, suffix: str = "") -> str:
-    """Return the name of a step's folder."""
     return f"step-{step}{suffix}"
 
 

@@ -62,7 +62,6 @@ class Manifest:
 
 
 def checksum_of(content: bytes) -> str:
-    """Return the checksum of bytes as the manifest writes it."""
     return xxhash.xxh3_128_hexdigest(content)
 
 

@@ -79,9 +79,6 @@ class RunCheckpoints:
         self._saved_validation: ValidationProgress | None = None
         self._first_step = 0
         self._reported_step = 0
-        # Whether the run waits for a save, which then says how far it is. Beside a save that nothing waits for, the
-        # console has the steps.
-        self._waits = False
         # Position of each save under way, oldest first, and its future result: the line that reports it.
         self._under_way: deque[tuple[RunPosition, PendingSave[str]]] = deque()
 
@@ -188,10 +185,8 @@ class RunCheckpoints:
 
     def finish_saves(self) -> None:
         """Wait for the saves under way. Their steps must have been reported."""
-        self._waits = True
         while self._under_way:
             self._report(*self._under_way.popleft())
-        self._waits = False
 
     def save_now(self, engine: Engine) -> None:
         """Save the run as it is after the newest dispatched step, and wait. A full disk is tried again for a minute.
@@ -209,7 +204,6 @@ class RunCheckpoints:
         # If the data ends, the newest step is validated then, and it may have been saved before.
         position = self.position
         if (position.step, position.validation) != (self.saved_step, self._saved_validation):
-            self._waits = True
             save_with_patience(save)
 
     def end_saves(self) -> None:
@@ -249,7 +243,6 @@ class RunCheckpoints:
         # At its first step a run has what it began with, which a new start finds again.
         if position is None or position.step in (self.saved_step, self._first_step):
             return
-        self._waits = True
         try:
             line = self._write(position, store.resume_state(), store.named_views())
         except CheckpointError as failure:
@@ -289,11 +282,7 @@ class RunCheckpoints:
             self._checkpointer.best_step = best_of(losses)
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         progress = Progress(f"saving {checkpoint_name(position.step)}", total_bytes, size_text)
-
-        def advance(nbytes: int) -> None:
-            progress.advance(nbytes, silent=not self._waits)
-
-        path: Path = self._checkpointer.save(position.step, tensors, state, watch, advance)
+        path: Path = self._checkpointer.save(position.step, tensors, state, watch, progress.advance)
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 
     def _report(self, position: RunPosition, pending: PendingSave[str]) -> None:

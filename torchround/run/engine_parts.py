@@ -209,7 +209,6 @@ def compiles_update(table: EngineTable, store: HostStore) -> bool:
 
 
 def layer_compiler(model: LayeredModel, table: EngineTable, kind: str) -> LayerCompiler | None:
-    """Return a compiler of the model's layers if `engine.compile` asks for one on devices of this kind."""
     if not compiles_layers(table, kind):
         return None
     return LayerCompiler(model, is_required=table.compile is True)

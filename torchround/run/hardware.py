@@ -23,7 +23,6 @@ from torchround.engine.errors import EngineUsageError
 from torchround.machines.group import HostShare
 from torchround.planning.cards import DeviceSpec, find_device
 from torchround.planning.memory import GIB
-from torchround.planning.partition import split_evenly
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,7 @@ class Hardware:
     """Devices of one `kind` (`cpu`, or a kind of accelerator by PyTorch's name) and the memory limits of a run.
 
     `device_bytes` is the limit of each device, `host_bytes` that of the host; None is no limit. `spec` is None when the
-    card is not in the table of known devices. `note` is said after the devices: why `auto` found no accelerator. `cards`
-    are the numbers of the accelerators that this process may use; empty means all.
+    card is not in the table of known devices. `note` is said after the devices: why `auto` found no accelerator.
     """
 
     kind: str
@@ -57,7 +55,6 @@ class Hardware:
     host_bytes: int | None = None
     spec: DeviceSpec | None = None
     note: str = ""
-    cards: tuple[int, ...] = ()
 
     def make_devices(self) -> list[Device]:
         """Make the devices without allocating on them. If the machine has fewer GPUs, devices share them in turn."""
@@ -70,10 +67,10 @@ class Hardware:
                 "%s devices cannot page-lock host memory that exists, so copies do not overlap with compute",
                 self.kind,
             )
-        cards = self.cards or tuple(range(kind.count()))
-        shared = self.num_devices > len(cards)
+        num_cards = kind.count()
+        shared = self.num_devices > num_cards
         return [
-            AcceleratorDevice(f"{self.kind}:{cards[index % len(cards)]}", index if shared else None)
+            AcceleratorDevice(f"{self.kind}:{index % num_cards}", index if shared else None)
             for index in range(self.num_devices)
         ]
 
@@ -81,7 +78,7 @@ class Hardware:
 def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Hardware:
     """Find what `[engine]` asks for on this machine, within this process's share of its host; None is the whole host.
 
-    Accelerators and free memory are divided. Limits that the table gives are each process's own. Raises
+    Free memory is divided. Limits that the table gives are each process's own. Raises
     `EngineUsageError` if the table asks for devices that are not here.
     """
     share = host_share or HostShare()
@@ -97,20 +94,14 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
         device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
         note = f": no accelerator found ({why_no_accelerator()})" if table.devices == "auto" else ""
         return Hardware("cpu", count, limit or device_bytes, host_bytes, note=note)
-    cards, num_users = tuple(range(kind.count())), 1
-    if share.count > len(cards):
-        # Several processes use each card.
-        cards, num_users = (share.index % len(cards),), -(-share.count // len(cards))
-    elif share.count > 1:
-        cards = tuple(split_evenly(len(cards), share.count)[share.index])
-    count = table.num_devices or len(cards)
-    # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU.
-    # Unused memory of this process's own allocator counts as free, tensors of any process do not.
-    smallest = min(kind.free_and_total_bytes(index)[0] + kind.cached_bytes(index) for index in cards[:count])
-    device_bytes = int(smallest * USABLE_DEVICE_FRACTION) // (-(-count // len(cards)) * num_users)
-    spec = find_device(kind.card_name(cards[0]))
-    own = cards if share.count > 1 else ()
-    return Hardware(kind.name, count, limit or device_bytes, host_bytes, spec, cards=own)
+    num_cards = kind.count()
+    count = table.num_devices or num_cards
+    # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU,
+    # of all processes. Unused memory of this process's own allocator counts as free, tensors of any process do not.
+    used = range(min(count, num_cards))
+    smallest = min(kind.free_and_total_bytes(index)[0] + kind.cached_bytes(index) for index in used)
+    device_bytes = int(smallest * USABLE_DEVICE_FRACTION) // (-(-count // num_cards) * share.count)
+    return Hardware(kind.name, count, limit or device_bytes, host_bytes, find_device(kind.card_name(0)))
 
 
 def planned_kind(table: EngineTable) -> str:

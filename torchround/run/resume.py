@@ -41,11 +41,14 @@ STORED_KEYS = (
 # These decide losses, and are reported:
 LOSS_KEYS = (
     "model.hf_path",  # frozen weights that stay in their files are read from there again
-    *("training.steps", "training.seq_len", "training.global_batch_size", "training.micro_batch_size"),
-    *("training.dtype", "training.max_norm", "training.clip", "training.on_spike", "training.spike_factor"),
-    *("training.spike_window", "training.fp16_accumulation", "training.deterministic", "engine.update"),
-    *("engine.delay_correction", "engine.rounds", "engine.grad_dtype", "engine.accumulate_dtype"),
-    *("optimizer", "lr_schedule", "lora.alpha", "lora.dropout"),
+    *("training", "optimizer", "lr_schedule", "lora.alpha", "lora.dropout"),
+    *(
+        "engine.update",
+        "engine.delay_correction",
+        "engine.rounds",
+        "engine.grad_dtype",
+        "engine.accumulate_dtype",
+    ),
 )
 
 
@@ -91,17 +94,16 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
 
     Raises `RunError` if both are known and differ: a resumed run must not change the rule of its steps.
     """
-    for path, _, state in resumable(config, checkpointer):
-        kept = state.get("stale_layers")
-        if type(kept) is not int:
-            return given  # of a run with another `engine.update`
-        if given not in (None, kept):
-            raise RunError(
-                f'engine.stale_layers: given {given}, and {path} was made with {kept}; legal: {kept}, or "auto", which '
-                "keeps the checkpoint's. A run of another name (--run.name NAME) may begin with other values"
-            )
-        return kept
-    return given
+    path, _, state = next(resumable(config, checkpointer), (None, 0, {}))
+    kept = state.get("stale_layers")
+    if type(kept) is not int:
+        return given  # there is none, or it is of a run with another `engine.update`
+    if given not in (None, kept):
+        raise RunError(
+            f'engine.stale_layers: given {given}, and {path} was made with {kept}; legal: {kept}, or "auto", which '
+            "keeps the checkpoint's. A run of another name (--run.name NAME) may begin with other values"
+        )
+    return kept
 
 
 def require_same_model(config: Config, checkpointer: Checkpointer) -> None:

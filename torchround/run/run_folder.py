@@ -166,7 +166,6 @@ class DiskNeed:
     free_bytes: int | None
 
     def text(self) -> str:
-        """Return the need and what is free, on one line."""
         free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
         return f"a checkpoint takes {size_text(self.checkpoint_bytes)}{free}"
 

@@ -89,12 +89,7 @@ class RunMachines:
         """
         return [value] if self.group is None else self.group.channel(channel).gather(value, what)
 
-    def agreement(self, channel: str, what: str) -> Callable[[Any], list[Any]] | None:
-        """Return `agree` on one subject as a function of the value alone, None on one machine."""
-        return None if self.group is None else partial(self.agree, channel, what=what)
-
     def of_first(self, value: T, what: str) -> T:
-        """Return the value of the machine of rank 0."""
         return cast(T, self.agree("start", value, what)[0])
 
     def same_mistakes(self, make: Callable[[], T], mistakes: tuple[type[Exception], ...], what: str) -> T:
@@ -139,16 +134,9 @@ class RunMachines:
         reading: Callable[[], AbstractContextManager[None]],
     ) -> StepBatches:
         """Return the steps of `loader` as this machine trains on them, with `rounds` rounds on each machine."""
-        return StepBatches(
-            loader,
-            micro_batch_size,
-            rounds,
-            self.agreement("batches", "the batch of the next step"),
-            self.rank,
-            self.size,
-            names=self.names,
-            reading=reading,
-        )
+        agree = partial(self.agree, "batches", what="the batch of the next step") if self.group else None
+        place = agree, self.rank, self.size
+        return StepBatches(loader, micro_batch_size, rounds, *place, names=self.names, reading=reading)
 
     def ownership(self) -> Ownership | None:
         """Return which part of the fp32 state this machine holds; None for all of it."""

@@ -101,12 +101,8 @@ class RunValidation:
 
     def keeps(self, progress: ValidationProgress | None, step: int) -> bool:
         """Whether `step` has the best loss so far and `validation.keep_best` asks for its checkpoint."""
-        return (
-            self._table.keep_best
-            and progress is not None
-            and progress.loss is not None
-            and progress.best_step == step
-        )
+        is_best = progress is not None and progress.loss is not None and progress.best_step == step
+        return self._table.keep_best and is_best
 
     def loss(self, engine: Engine) -> float | None:
         """Return the mean loss per label over the batches with the engine's device weights; None if they have no label.

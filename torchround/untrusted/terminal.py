@@ -59,11 +59,11 @@ class Progress:
         self._work, self._total, self._text, self._clock = work, total, text, clock
         self._next_s = clock() + EVERY_S
 
-    def advance(self, amount: int = 1, *, silent: bool = False) -> None:
-        """Count more as done. Print the line if it is due, unless `silent`."""
+    def advance(self, amount: int = 1) -> None:
+        """Count more as done. Print the line if it is due."""
         self.done += amount
         now_s = self._clock()
-        if silent or now_s < self._next_s:
+        if now_s < self._next_s:
             return
         self._next_s = now_s + EVERY_S
         # A closed console must not end the work.
