@@ -93,7 +93,7 @@ def test_auto_says_why_it_uses_the_cpu(found):
     [
         (None, PLANNED_KIND, 'none here .*its driver is not loaded.*"cpu"$'),
         (Cards([23.5]), PLANNED_KIND, 'none here.*"cpu", "xpu"$'),
-        (Cards([23.5]), "cdua", 'nearest: cuda; .*"xpu"$'),
+        (Cards([23.5]), "cdua", 'no such kind is known; .*"xpu"$'),
     ],
 )
 def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(found, cards, asked, message):

@@ -80,7 +80,7 @@ class Checkpointer(StepFolders):
         watch: SaveWatch | None = None,
         advance: Callable[[int], object] = lambda nbytes: None,
     ) -> Path:
-        """Write `tensors` and the JSON-able `state` as `step-N`, then delete checkpoints that are not kept.
+        """Write `tensors` and the JSON-able `state` as the checkpoint of a step, then delete checkpoints that are not kept.
 
         Tensors are contiguous CPU tensors of any dtype. Their bytes go straight from their memory to the file, so
         nothing may write to a tensor before `watch.finished_reading` is called for it. Raises `ValueError` before

@@ -2,7 +2,7 @@
 
 It holds the config, safetensors with an index, the tokenizer's files, the settings of generation and a model card.
 
-    torchround export_hf outputs/my-run/checkpoints/step-1000 my-model --config outputs/my-run/config.toml
+    torchround export_hf CHECKPOINT my-model --config outputs/my-run/config.toml
 
 A run that took files from a folder (`model.hf_path`, `tokenizer.path`, `tokenizer.chat_template`) needs `--config`, its own
 config, or options that name them: a checkpoint may be another person's, and could name any file of yours. A `model.module`
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     """Run the command. Its options are fields of `Export`, and `--config`, which gives several. Returns the exit code."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
+    add("checkpoint", type=Path, help="folder of one checkpoint, in a run's checkpoints")
     add("output", type=Path, help="new folder")
     add("--config", help="the run's config, as it was trained or in its folder")
     add("--base", type=Path, help="the run's model.hf_path, as it is now")

@@ -224,7 +224,7 @@ class CheckpointTable(Table):
     """Checkpoints whose step this number divides are kept for ever, if they are saved at all; 0 keeps no others."""
 
     export: Literal["off", "weights", "adapters"] = "off"
-    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format. `weights`: the model with merged
+    """Export of a complete run to the folder `export` of its own, in Hugging Face format. `weights`: the model with merged
     adapters. `adapters`: the adapters alone, as PEFT loads them. `torchround export_hf` exports any checkpoint."""
 
     load_path: Name | None = None

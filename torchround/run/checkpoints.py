@@ -227,17 +227,12 @@ class RunCheckpoints:
             return  # it is raised once the run has been saved
         if not self._team.is_alone and not isinstance(error, DataError):
             if self._team.rank == 0:
-                logger.warning(
-                    "the state is spread over %d machines, so what the fault left is not saved; %s",
-                    self._team.size,
-                    self._newest_text(),
-                )
+                text = "the state is spread over %d machines, so what the fault left is not saved"
+                logger.warning(text, self._team.size)
             return
         # Checked before the step is read: a store that is consistent now stays so.
         if not store.is_consistent:
-            logger.warning(
-                "an update was not completed, so what it left is not saved; %s", self._newest_text()
-            )
+            logger.warning("an update was not completed, so what it left is not saved")
             return
         position = next((p for p in self.positions if p.step == store.step), None)
         # At its first step a run has what it began with, which a new start finds again.
@@ -249,10 +244,6 @@ class RunCheckpoints:
             logger.warning("%s", failure)
         else:
             self._note_saved(position, line)
-
-    def _newest_text(self) -> str:
-        newest = self._checkpointer.latest_step()
-        return "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
 
     def _write(
         self,

@@ -17,7 +17,6 @@ from torchround.accelerators import (
     present_kind,
 )
 from torchround.config import EngineTable
-from torchround.config.usual_names import nearest_value
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.machines.group import HostShare
@@ -138,9 +137,8 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
 
 def _not_legal(asked: str, here: list[str]) -> str:
     """Say why `asked` is refused where PyTorch sees accelerators of the kinds `here`."""
-    reason = f"PyTorch sees none here ({why_no_accelerator()})"
-    if asked not in known_kinds():
-        reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
+    is_known = asked in known_kinds()
+    reason = f"PyTorch sees none here ({why_no_accelerator()})" if is_known else "no such kind is known"
     legal = ", ".join(f'"{name}"' for name in ("auto", "cpu", *here))
     return f'engine.devices = "{asked}": {reason}; legal: {legal}'
 

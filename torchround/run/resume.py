@@ -114,10 +114,8 @@ def require_same_model(config: Config, checkpointer: Checkpointer) -> None:
     start = given_folder(config) if config.checkpoint.load == "weights" else None
     for path, _, state in resumable(config, checkpointer, start):
         if differing := changes(state, config, MODEL_KEYS):
-            raise RunError(
-                f"{path} is of another model ({', '.join(differing)}). Resume with the former model, or give the run a "
-                "name of its own (--run.name NAME)"
-            )
+            advice = ". Resume with the former model, or give the run a name of its own (--run.name NAME)"
+            raise RunError(f"{path} is of another model ({', '.join(differing)}){advice * (path != start)}")
         if path != start and (differing := changes(state, config, ("optimizer.name",))):
             raise RunError(
                 f"{path} holds the state of another optimizer ({', '.join(differing)}). {_ways_out(path)}"

@@ -41,7 +41,7 @@ def say(line: str) -> None:
 
 
 class Progress:
-    """A line on standard error every ten seconds of long work, as `saving step-500: 3.2 GiB of 12.1 GiB (26 %)`.
+    """A line on standard error every ten seconds of long work, as `verifying: 3.2 GiB of 12.1 GiB (26 %)`.
 
     `total` is the whole amount, None if it is not known. `text` writes an amount with its unit. One thread at a time
     advances it.
