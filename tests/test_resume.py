@@ -99,7 +99,7 @@ def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(small_runs)
     ],
 )
 def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
-    small_runs, monkeypatch, capsys, caplog, settings, call
+    small_runs, monkeypatch, capsys, settings, call
 ):
     """In `bounded`, layers of two versions are never saved: the newest checkpoint is from before the fault."""
     assert small_runs("whole", *settings) == 0
