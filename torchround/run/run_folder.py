@@ -138,8 +138,9 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunError(
-                f"{self.path} is in use by {self._holder() or 'another process'}; wait for it to end (a network's file system keeps the lock of a "
-                "machine that died for up to two minutes), or give this run a name of its own (--run.name NAME)"
+                f"{self.path} is in use by {self._holder() or 'another process'}; wait for it to end (a network's file "
+                "system keeps the lock of a machine that died for up to two minutes), or give this run a name of its own "
+                "(--run.name NAME)"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
