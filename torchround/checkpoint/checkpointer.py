@@ -63,10 +63,6 @@ class Checkpointer(StepFolders):
         keep_every_n_steps: int = 0,
         team: MachineTeam | None = None,
     ) -> None:
-        if keep_latest_k < 0 or keep_every_n_steps < 0:
-            raise ValueError(
-                f"keep_latest_k and keep_every_n_steps are at least 0, got {keep_latest_k} and {keep_every_n_steps}"
-            )
         super().__init__(folder)
         self.keep_latest_k = keep_latest_k
         self.keep_every_n_steps = keep_every_n_steps
@@ -149,7 +145,7 @@ class Checkpointer(StepFolders):
         """Return the steps of the checkpoints whose files are all there at full size, rising. Contents are not read."""
         return list(complete_in(self))
 
-    def superfluous(self, newest: int | None = None) -> list[Path]:
+    def superfluous(self, newest: int) -> list[Path]:
         """Return the checkpoints older than the k-th newest complete one and not kept for their step or their loss.
 
         `newest` counts as the newest even if others have a higher step, and is never returned.
@@ -158,10 +154,8 @@ class Checkpointer(StepFolders):
             return []
         # Damaged checkpoints do not count among the k, so that k usable ones stay.
         complete = self.complete_steps()
-        latest = sorted({*complete} - {newest}, reverse=True)
-        if newest is not None:
-            latest.insert(0, newest)
-        oldest = min(latest[: self.keep_latest_k], default=0)
+        latest = [newest, *sorted({*complete} - {newest}, reverse=True)]
+        oldest = min(latest[: self.keep_latest_k])
         kept = {step for step in complete if self.keep_every_n_steps and step % self.keep_every_n_steps == 0}
         kept.add(-1 if self.best_step is None else self.best_step)
         return [path for step, path in self.checkpoints().items() if step < oldest and step not in kept]
