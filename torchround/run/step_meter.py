@@ -164,6 +164,8 @@ class StepMeter:
             weight_drift=self._weight_drift,
             peers_wait_s=mean["peers_wait_s"],
             sent_gib=mean["sent_gib"],
+            machines=(),
+            samples=(),
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
         self._at_record, self._averaged, self._weight_drift = self._sums.copy(), [], 0
