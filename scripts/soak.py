@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.processes import Child, Processes
 from tests.support.small_run import SmallRuns
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.run.early_end import STOP_SIGNALS
 
 STEPS = 12
@@ -105,7 +106,7 @@ class Soak:
         reached = newest(checkpoints, damaged)
         for trouble in [*moment.choices(TROUBLES, k=moment.randint(1, 6)), "none"]:
             if trouble == "damaged file" and len(Checkpointer(checkpoints).checkpoints()) > 1:
-                damage(checkpoints / f"step-{reached}", moment)
+                damage(checkpoints / checkpoint_name(reached), moment)
                 damaged.add(reached)
                 reached = newest(checkpoints, damaged)
             started = self._start(trouble, runs.folder, moment, arguments)
@@ -177,7 +178,7 @@ class Soak:
             self._undisturbed[mode] = alone.path("run")
         shutil.copytree(self._undisturbed[mode], runs.path("undisturbed"))
         try:
-            verify_checkpoint(runs.path("run") / "checkpoints" / f"step-{STEPS}")
+            verify_checkpoint(runs.path("run") / "checkpoints" / checkpoint_name(STEPS))
             runs.assert_same("run", "undisturbed", step=STEPS)
         # Missing or broken metrics raise other errors than a comparison that fails.
         except (AssertionError, CheckpointError, OSError, KeyError, ValueError) as error:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.faults import PlantedError, over, planted
 from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit, small_runs
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.config import RunTable
 from torchround.engine import engine as controller
 from torchround.run.run_folder import RunFolder
@@ -155,7 +156,7 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_a
     path = small_runs.checkpoint("run", STEPS) / "tensors-00000.safetensors"
     flip_last_bit(path)
     assert small_runs("run", *every_second) == 0
-    assert f"step-{STEPS}: {path.name} has checksum" in caplog.text
+    assert f"{checkpoint_name(STEPS)}: {path.name} has checksum" in caplog.text
     assert "resuming after step 4 " in capsys.readouterr().out
     small_runs.assert_same("run", "whole")
     assert small_runs("run", *every_second) == 0 and "nothing to do" in capsys.readouterr().out

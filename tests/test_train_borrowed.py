@@ -13,6 +13,7 @@ import train
 from tests.support.borrowed_toys import write_toy
 from tests.support.released_run import saved, working_folder, write_lines
 from tests.support.small_run import fp32_weights
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import configured_model, export_hf, plan_run
 from torchround.config import parse_command_line
 from torchround.layer import runs_fused
@@ -94,7 +95,7 @@ def run(name, *overrides):
 
 
 def exported(name, folder, *options, step=3):
-    checkpoint = folder / "outputs" / name / "checkpoints" / f"step-{step}"
+    checkpoint = folder / "outputs" / name / "checkpoints" / checkpoint_name(step)
     target = folder / f"{name} {step} {' '.join(options)}"
     own = ("--config", str(checkpoint.parents[1] / "config.toml"))
     assert export_hf.main([str(checkpoint), str(target), *own, *options]) == 0
@@ -110,7 +111,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_wh
     kind, *settings = RUNS[case]
     take(folder, releases(kind))
     assert run("whole", *settings) == run("parts", *settings, "--engine.num_devices=1", "--engine.plan=none") == 0
-    shutil.rmtree(folder / "outputs" / "parts" / "checkpoints" / "step-3")
+    shutil.rmtree(folder / "outputs" / "parts" / "checkpoints" / checkpoint_name(3))
     assert run("parts", "--engine.num_devices=3", *settings) == 0
     whole, parts = saved(folder, "whole"), saved(folder, "parts")
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
@@ -131,7 +132,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_wh
     assert (target / "generation_config.json").is_file() and (target / "tokenizer.json").is_file()
     idle = ("--training.steps=1", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0.0", "--checkpoint.export=weights")
     assert run("again", f"--model.hf_path={target}", *idle) == 0
-    after = load_file(folder / "outputs" / "again" / "export" / "step-1" / SINGLE)
+    after = load_file(folder / "outputs" / "again" / "export" / checkpoint_name(1) / SINGLE)
     assert all(torch.equal(after[name], theirs[name]) for name in theirs)
 
 
@@ -167,7 +168,7 @@ def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained
         assert run("refused", *ADAPTED, *idle, more) == 2
         assert message in capsys.readouterr().err
     assert run("mapped", *ADAPTED, "--lora.map_base=true") == 0
-    shutil.rmtree(folder / "outputs" / "mapped" / "checkpoints" / "step-3")
+    shutil.rmtree(folder / "outputs" / "mapped" / "checkpoints" / checkpoint_name(3))
     assert run("mapped", *ADAPTED, "--lora.map_base=true") == 0  # resumed after step 2
     mapped = saved(folder, "mapped")
     assert mapped.keys() < read.keys()

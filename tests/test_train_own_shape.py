@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from tests.support.released_run import working_folder, write_lines
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 from torchround.commands.configured_model import model_config
@@ -68,7 +69,7 @@ def test_a_shape_is_planned_trained_resumed_and_exported_as_it_was_given(kind, f
     printed = capsys.readouterr().out
     assert f"model    {kind.split()[0]} of its own shape: " in printed and " in 4 layers" in printed
     assert train.main([*arguments, "--training.steps=3"]) == 0
-    assert export_hf.main(["outputs/own/checkpoints/step-3", "exported"]) == 0
+    assert export_hf.main([f"outputs/own/checkpoints/{checkpoint_name(3)}", "exported"]) == 0
     content = AutoConfig.from_pretrained("exported").to_dict()
     content["rope_theta"] = content["rope_parameters"]["rope_theta"]
     content["balance_coefficient"] = None if content.get("output_router_logits") else 0.0
@@ -84,7 +85,7 @@ def test_a_shape_beside_a_flavor_replaces_only_what_it_names(folder, capsys):
     arguments = write(folder, "qwen3", "num_layers = 3, num_experts = 4", more='flavor = "debug_moe"')
     assert train.main([*arguments, "--training.steps=1"]) == 0
     assert "model    qwen3 debug_moe with other sizes: " in capsys.readouterr().out
-    assert export_hf.main(["outputs/own/checkpoints/step-1", "exported"]) == 0
+    assert export_hf.main([f"outputs/own/checkpoints/{checkpoint_name(1)}", "exported"]) == 0
     content = json.loads(Path("exported/config.json").read_text())
     kept = {"hidden_size": 128, "moe_intermediate_size": 56, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
     changed = {"num_hidden_layers": 3, "num_experts": 4}

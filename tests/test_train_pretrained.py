@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 import train
 from tests.support.released_run import ADAPTED, MAPPED, change_config, exported, folder, saved, working_folder
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 
@@ -78,7 +79,7 @@ def test_a_new_stage_of_a_mapped_run_has_its_adapters_and_the_base_of_the_files(
     for name, table in (("copied", ADAPTED), ("mapped", MAPPED)):
         assert train.main(["--config", "small.toml", f"--run.name={name}", *table]) == 0
         stage = [f"--run.name={name}-2", "--optimizer.lr=1e-30", "--training.steps=1", "--checkpoint.load=weights"]
-        load = f"--checkpoint.load_path=outputs/{name}/checkpoints/step-3"
+        load = f"--checkpoint.load_path=outputs/{name}/checkpoints/{checkpoint_name(3)}"
         assert train.main(["--config", "small.toml", *table, *stage, load]) == 0
     assert losses(folder, "mapped-2") == losses(folder, "copied-2")
     assert losses(folder, "mapped-2")[0] != losses(folder, "mapped")[0]  # of the adapters that were trained
@@ -91,7 +92,7 @@ def test_a_new_stage_of_a_mapped_run_has_its_adapters_and_the_base_of_the_files(
 def test_a_checkpoint_with_its_base_is_not_mixed_with_one_in_files(made_with, given, folder, capsys):
     assert train.main(["--config", "small.toml", "--run.name=first", *made_with]) == 0
     goes_on = ["--run.name=first", "--training.steps=4"]
-    load_path = "--checkpoint.load_path=outputs/first/checkpoints/step-3"
+    load_path = f"--checkpoint.load_path=outputs/first/checkpoints/{checkpoint_name(3)}"
     new_stage = ["--run.name=second", "--checkpoint.load=weights", load_path]
     for arguments in (goes_on, new_stage):
         capsys.readouterr()
@@ -150,6 +151,6 @@ def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(fol
     assert train.main(["--config", "small.toml"]) == 0
     (exported(folder).parent).write_text("a file where a folder should be")
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 2
-    assert "step-1 is whole, and torchround export_hf exports it" in capsys.readouterr().err
+    assert f"{checkpoint_name(1)} is whole, and torchround export_hf exports it" in capsys.readouterr().err
     assert train.main(["--config", "small.toml", "--checkpoint.export=adapters"]) == 2
     assert "legal: " in capsys.readouterr().err

@@ -1,9 +1,10 @@
 """The training loop: what happens in a run, in time order."""
 
 import logging
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torchround.accelerators import accumulating_in_fp16
 from torchround.checkpoint import CheckpointError
@@ -14,24 +15,36 @@ from torchround.engine.passes import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger
+from torchround.observe.record import PromptSample
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
 from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler, reserve_buffers
+from torchround.run.numbers import measured_plan
+from torchround.run.resume import StartingWeights, given_folder
 from torchround.run.run_folder import RunError, disk_need
-from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.step_meter import Dispatched, StepReports
-from torchround.run.validation import RunValidation, Validated
+from torchround.run.validation import RunValidation
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
 
-HIGH_LR = 0.1  # no optimizer here trains a model with a rate above it
-
 # How a run ends that trains its last step: why, for the console, and the exit code.
 COMPLETE = "the run is complete", 0
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step under way: its future result, and the run's position after it.
+
+    `num_tokens` counts the tokens of its batch without padding, which its rate is made of.
+    """
+
+    result: StepResult
+    position: RunPosition
+    lr: float
+    num_tokens: int
 
 
 class Trainer:
@@ -59,6 +72,10 @@ class Trainer:
             config.validation, parts.validation, micro_batch_size, parts.machines
         )
         self._metrics = MetricsLogger({})
+        # The dispatched steps that are not reported yet, and the newest one that is.
+        self._under_way: deque[Dispatched] = deque()
+        self._reported: Dispatched | None = None
+        self._is_faulty = False
 
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
@@ -67,14 +84,14 @@ class Trainer:
         saving what can be saved.
         """
         parts, folder, machines = self._parts, self._folder, self._machines
-        newest = self._checkpoints.complete_step(self._loader)
+        newest = self._checkpoints.complete_step()
         if newest is not None:
             say(
                 f"{folder.path}: the run is complete after {newest} steps; nothing to do (raise training.steps or "
                 "data.epochs to continue)"
             )
             return 0
-        room = disk_need(self.config, folder, parts.question)
+        room = disk_need(folder, parts.question)
         machines.same_mistakes(room.require_one, (RunError,), "whether checkpoints have room")
         self.store = build_store(
             parts.model, parts.numbers, parts.hardware, parts.mapped, machines.ownership()
@@ -116,70 +133,74 @@ class Trainer:
     def _initialize(self) -> None:
         """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
         seed, model, config = self.config.run.seed, self._parts.model, self.config
-        pretrained = self._checkpoints.starting_weights(self.store) or self._parts.pretrained
-        if pretrained is None:
+        folder = given_folder(config)  # of a run that begins with the weights in a checkpoint
+        begins_with = self._parts.pretrained if folder is None else StartingWeights(folder)
+        if begins_with is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
         else:
-            say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
-        if pretrained is None and config.lora.rank:
+            say(f"{self._folder.path}: a new run; reading its weights from {begins_with.folder}")
+        if begins_with is None and config.lora.rank:
             logger.warning(
                 "lora.rank = %d: the frozen weights below the adapters are random, so there is little to learn; give "
                 "the folder of a released or exported model (model.hf_path)",
                 config.lora.rank,
             )
-        if (lr := config.optimizer.lr) > HIGH_LR:
-            logger.warning("optimizer.lr = %g is far above what trains a model: usual are 1e-5 to 1e-2", lr)
         progress = Progress("initialising layers", len(model.layers))
-        self.store.initialize(model, seed, None if pretrained is None else pretrained.load, progress.advance)
+        read = None if begins_with is None else begins_with.load
+        self.store.initialize(model, seed, read, progress.advance)
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
-        """Train the steps that measure, settle the plan, train the others.
+        """Train the steps that measure, plan again, train the others.
 
         Returns why the run ended, and the exit code that says so.
         """
-        parts, total_steps, machines = self._parts, self._total_steps, self._machines
-        kept = self._folder.kept_plan() if self._position.step else None
-        measure_steps = self.config.engine.measure_steps
-        planning = PlanByMeasuring(
-            parts.question, parts.plan, kept, self._position.step, measure_steps, total_steps
+        parts, plan, first, total_steps = (
+            self._parts,
+            self._parts.plan,
+            self._position.step,
+            self._total_steps,
         )
-        # All measure if one has to: the machines report the same steps at the same time.
-        if not all(machines.agree("start", planning.is_kept, "whether plans are kept")):
-            planning.measure()
-        say(planning.text())
-        self._folder.describe(self.config, planning.settled)
+        measure_steps = self.config.engine.measure_steps if parts.question.given is None else 0
+        until = min(first + measure_steps, total_steps)
+        # A card of unknown speed gets no times.
+        is_timed = parts.question.device is not None
+        if until == first:
+            say(f"plan     of {len(plan.stages)} stages\n{plan.text(is_timed)}")
+        else:
+            forecast = f"; until then from counted ones\n{plan}" if is_timed else ""
+            say(
+                f"plan     each layer is timed for {until - first} steps; the plan is made from their times{forecast}"
+            )
+        self._folder.describe(self.config, plan)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
-        waiting = self._meter.waiting_for_data
-        micro_batch_size, rounds = self.config.training.micro_batch_size, planning.settled.rounds
-        self._batches = machines.step_batches(self._loader, micro_batch_size, rounds, waiting)
-        self._reports = StepReports(
-            *(self._meter, self._metrics, self._traces, self._bad_steps, self._checkpoints, machines),
-            log_every_steps=self.config.metrics.log_every_steps,
-            last_step=total_steps,
+        self._batches = self._machines.step_batches(
+            self._loader, self.config.training.micro_batch_size, plan.rounds, self._meter.waiting_for_data
         )
         self._meter.start()
-        if self._position.step < planning.until:
-            end = self._train_measured(planning, stop)
-            if end is not None or planning.until == total_steps:
+        if first < until:
+            measured: list[StepResult] = []
+            end = self._train_measured(plan, stop, until, measured)
+            if end is not None or until == total_steps:
                 return end or COMPLETE
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
             with self._meter.excluded():
-                planning.settle()
-            say(
-                f"planned again from {measure_steps} measured steps:\n{planning.settled}{planning.ratio_text}"
-            )
+                plan = measured_plan(parts.question, plan, measured)
+            measured.clear()  # the results hold the marks of an engine that has ended
+            say(f"planned again from {measure_steps} measured steps:\n{plan}")
             try:
-                self._folder.describe(self.config, planning.settled)
+                self._folder.describe(self.config, plan)
             except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
-                logger.warning("%s; training continues, and a resumed run has the plan before it", error)
-        with self._running_engine(planning.settled) as engine:
+                logger.warning("%s; training continues", error)
+        with self._running_engine(plan) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
 
-    def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
-        """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
+    def _train_measured(
+        self, plan: Plan, stop: StopRequest, until: int, measured: list[StepResult]
+    ) -> tuple[str, int] | None:
+        """Run the steps that measure, on an engine of their own, and add them to `measured`. Returns as `_train` does."""
         # A function of its own, so that no name refers to this engine while the next one runs.
-        with self._running_engine(planning.settled, times_layers=True) as engine:
-            return self._train(engine, stop, planning.until, measured_by=planning)
+        with self._running_engine(plan, times_layers=True) as engine:
+            return self._train(engine, stop, until, measured)
 
     @contextmanager
     def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
@@ -202,7 +223,7 @@ class Trainer:
                     except DataError:
                         if machines is not None:
                             # All machines have the error. They end their saves together, while all engines run.
-                            self._reports.report(leave=0)
+                            self._report(leave=0)
                             self._checkpoints.finish_saves()
                         raise
             finally:
@@ -212,33 +233,30 @@ class Trainer:
         except Exception as error:
             # The saves first: they read the store that the rescue saves.
             self._checkpoints.end_saves()
-            self._reports.report_finished(self.store.step)
+            self._report_finished(self.store.step)
             self._checkpoints.rescue(self.store, error)
             raise
 
     # The loop.
 
     def _train(
-        self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None
+        self, engine: Engine, stop: StopRequest, until: int, measured: list[StepResult] | None = None
     ) -> tuple[str, int] | None:
         """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
         end, save_every = None, self.config.checkpoint.interval_steps
         while self._position.step < until and self._bad_steps.error is None:
-            stop.poll()
-            if (end := self._reason_to_stop(stop)) is not None:
-                break
+            # The signals of all machines come with the batch, which a resumed run reads again.
             batch = self._next_batch(engine, stop)
-            # Other machines' signals come with the batch, which a resumed run reads again.
             if (end := self._reason_to_stop(stop)) is not None:
                 break
             if batch is None:
                 end = "the data has come to its end; without training.steps the learning rate ends with it", 0
                 break
             result = self._dispatch(engine, batch)
-            if measured_by is not None:
-                measured_by.add(result)
+            if measured is not None:
+                measured.append(result)
             # One step stays under way, so that the devices compute while the step before it is reported.
-            self._reports.report(leave=1)
+            self._report(leave=1)
             # The last step too: it may be due to be saved, and its checkpoint should know its validation.
             step = self._position.step
             if self._validation.is_due(step, self._total_steps):
@@ -257,13 +275,13 @@ class Trainer:
         """
         bad = self._bad_steps.error
         may_validate = is_over and not is_stopped and bad is None
-        if may_validate and self._validation.is_on and not self._reports.are_complete:
+        if may_validate and self._validation.is_on and self._under_way:
             self._validate(engine)
-        self._reports.report(leave=0)
+        self._report(leave=0)
         self._checkpoints.finish_saves()
         bad = self._bad_steps.error  # a step that was reported just now may be one too many
         if is_over or bad is not None:
-            self._reports.log_rest()
+            self._log()
             engine.drain()  # the step under way counts as training time
             with self._meter.excluded():
                 self._checkpoints.save_now(engine)
@@ -272,8 +290,8 @@ class Trainer:
 
     def _reason_to_stop(self, stop: StopRequest) -> tuple[str, int] | None:
         """Return why the run ends before its next step, and the exit code that says so; None if it continues."""
-        if (text := stop.text()) is not None:
-            return text, stop.exit_code
+        if (asked := stop.reason()) is not None:
+            return asked
         progress = self._position.validation
         early = progress.stop_reason(self.config.validation.patience) if progress else None
         return None if early is None else (early, 0)
@@ -289,10 +307,10 @@ class Trainer:
             batch, signals = self._batches.next(stop.signal_number)
         except DataError:
             # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
-            self._reports.report(leave=0)
+            self._report(leave=0)
             engine.drain()
             raise
-        stop.set_signals(signals)
+        stop.signals = signals
         return batch
 
     def _dispatch(self, engine: Engine, batch: StepBatch) -> StepResult:
@@ -308,7 +326,7 @@ class Trainer:
         validation = self._position.validation and replace(self._position.validation, loss=None)
         position = RunPosition(step + 1, tokens, self._loader.state_dict(), validation)
         self._checkpoints.positions.append(position)
-        self._reports.add(Dispatched(result, position, lr, batch.num_tokens))
+        self._under_way.append(Dispatched(result, position, lr, batch.num_tokens))
         return result
 
     def _validate(self, engine: Engine) -> None:
@@ -319,4 +337,48 @@ class Trainer:
             samples = self._parts.samples.made_by(engine, self._machines)
         if loss is not None:
             self._checkpoints.add_validation(loss)
-        self._reports.report(leave=0, validated=Validated(loss, samples))
+        self._report(leave=0, loss=loss, samples=samples)
+
+    # What is known of a step is reported once it is done: the devices compute the next one meanwhile.
+
+    def _report(self, leave: int, loss: float | None = None, samples: Sequence[PromptSample] = ()) -> None:
+        """Wait for all but the newest `leave` steps, and log those that are due.
+
+        A validation after the newest step gave `loss` and `samples`, which are logged with it.
+        """
+        while len(self._under_way) > leave:
+            done = self._under_way[0]
+            step = done.position.step
+            self._meter.add(done.result, done.num_tokens)
+            self._traces.add(done.result)
+            self._bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
+            self._reported = done
+            is_due = step % self.config.metrics.log_every_steps == 0 or step == self._total_steps
+            if len(self._under_way) == 1 and (loss is not None or samples):
+                self._log(loss, samples)
+            elif is_due:
+                self._log()
+            # Only now: a step whose report fails stays under way, and is named when the run ends.
+            self._under_way.popleft()
+            self._checkpoints.reported(step)
+
+    def _log(self, loss: float | None = None, samples: Sequence[PromptSample] = ()) -> None:
+        """Log the steps that were reported since the last record, as the record of the newest. Does nothing without any."""
+        done = self._reported
+        if done is not None and self._meter.num_steps:
+            record = self._meter.record(done.position.step, done.position.tokens, done.lr, loss)
+            record = replace(record, samples=tuple(samples))
+            # After a fault the other machines answer no more.
+            self._metrics.log(record if self._is_faulty else self._machines.merged(record))
+
+    def _report_finished(self, updates: int) -> None:
+        """After a fault, report the steps up to number `updates`, as far as their figures are still there.
+
+        Never raises: the caller then saves what the fault left.
+        """
+        self._is_faulty = True
+        try:
+            self._report(leave=sum(step.position.step > updates for step in self._under_way))
+            self._log()
+        except Exception as error:  # noqa: BLE001  (the fault itself is raised; a device that failed may give no figures)
+            logger.warning("the last steps are missing in the metrics: %s", error)

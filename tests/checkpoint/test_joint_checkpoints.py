@@ -1,8 +1,7 @@
-"""Checkpoints of several machines: saved together, loaded on any number of machines, in one folder or on disks of their own."""
+"""Checkpoints of several machines: saved together, loaded on any number of machines."""
 
 import itertools
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torchround.checkpoint import (
     load_checkpoint,
     verify_checkpoint,
 )
+from torchround.checkpoint.folders import REPLACED, checkpoint_name
 
 STATE = {"tokens": 12_345_678_901, "loss_scale": 0.1, "config": {"run": {"name": "é"}}}
 NAMES = [f"{kind}/block.{layer}.w" for layer in range(6) for kind in ("weights", "exp_avg", "exp_avg_sq")]
@@ -48,39 +48,30 @@ def equal(found, expected):
     return all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def folder_of(root, rank, shared):
-    return root / ("run" if shared else f"disk{rank}/run")
-
-
-def save(root, shared, num_machines, *steps, **keep):
+def save(root, num_machines, *steps, **keep):
     def work(team):
-        checkpointer = Checkpointer(folder_of(root, team.rank, shared), **keep, team=team)
+        checkpointer = Checkpointer(root / "run", **keep, team=team)
         for step in steps:
             own_state = {**STATE, "rank": team.rank, "step": step}
             checkpointer.save(step, owned_by(team.rank, team.size, step), own_state)
 
-    together(num_machines, work, shared)
+    together(num_machines, work)
 
 
-def load(root, shared, num_machines, **options):
-    """Return what each machine loads, or the message of its `CheckpointError`.
-
-    On disks of their own, machine 0 alone has the frozen tensor, and a run sends it to the others.
-    """
+def load(root, num_machines, **options):
+    """Return what each machine loads, or the message of its `CheckpointError`."""
 
     def work(team):
         tensors = wanted_by(team.rank, team.size)
         try:
-            loaded = Checkpointer(folder_of(root, team.rank, shared), team=team).load_latest(tensors)
+            loaded = Checkpointer(root / "run", team=team).load_latest(tensors)
         except CheckpointError as error:
             return str(error)
         if loaded is not None:
-            left_out = tensors.keys() - loaded.filled
-            assert left_out == ({"weights/frozen"} if team.rank and not shared else set())
-            assert equal({name: tensors[name] for name in loaded.filled}, whole_state(loaded.step))
+            assert tensors.keys() == loaded.filled and equal(tensors, whole_state(loaded.step))
         return loaded
 
-    return together(num_machines, work, shared, **options)
+    return together(num_machines, work, **options)
 
 
 def loaded_steps(*arguments):
@@ -88,8 +79,8 @@ def loaded_steps(*arguments):
 
 
 def test_what_three_machines_save_together_any_number_loads_bit_for_bit(tmp_path):
-    save(tmp_path, True, 3, 3)
-    path = tmp_path / "run" / "step-3"
+    save(tmp_path, 3, 3)
+    path = tmp_path / "run" / checkpoint_name(3)
     tensor_files = [f"tensors-{number:05d}.safetensors" for number in (0, 100_000, 200_000)]
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "state.json", *tensor_files]
     assert json.loads((path / "state.json").read_text()) == {**STATE, "rank": 0, "step": 3}
@@ -98,24 +89,24 @@ def test_what_three_machines_save_together_any_number_loads_bit_for_bit(tmp_path
     alone = {name: torch.zeros_like(tensor) for name, tensor in whole_state(3).items()}
     assert load_checkpoint(path, alone).state == {**STATE, "rank": 0, "step": 3} and equal(alone, whole_state(3))
     for num_machines in (2, 4):
-        assert {(loaded.step, loaded.path) for loaded in load(tmp_path, True, num_machines)} == {(3, path)}
+        assert {(loaded.step, loaded.path) for loaded in load(tmp_path, num_machines)} == {(3, path)}
     # What one machine saved, several load, also if a kill left it while it was replaced.
     Checkpointer(tmp_path / "run").save(5, whole_state(5), STATE)
-    (tmp_path / "run" / "step-5").rename(tmp_path / "run" / "step-5.replaced")
-    assert all(loaded.step == 5 and loaded.state == STATE for loaded in load(tmp_path, True, 2))
+    (tmp_path / "run" / checkpoint_name(5)).rename(tmp_path / "run" / checkpoint_name(5, REPLACED))
+    assert all(loaded.step == 5 and loaded.state == STATE for loaded in load(tmp_path, 2))
 
 
 def reads_its_files(folder):
     """Be a process of its own: a hook of its file system stays until its end."""
     folder, opened = Path(folder), []
-    save(folder, True, 3, 3)
+    save(folder, 3, 3)
 
     def note(event, details):
-        if event == "open" and str(details[0]).startswith(f"{folder}/run/step-3/tensors"):
+        if event == "open" and str(details[0]).startswith(f"{folder}/run/{checkpoint_name(3)}/tensors"):
             opened.append(Path(details[0]).name)  # threads that count at once may lose one
 
     sys.addaudithook(note)
-    load(folder, True, 3)
+    load(folder, 3)
     # Each reads every header. Then each reads its own file, and that of the frozen tensor.
     assert [opened.count(f"tensors-{rank}00000.safetensors") for rank in (1, 2)] == [3 + 1, 3 + 1]
     assert opened.count("tensors-00000.safetensors") == 3 + 3
@@ -126,68 +117,10 @@ def test_a_machine_reads_only_the_files_that_hold_its_tensors(processes, tmp_pat
     assert child.returncode == 0, child.text()
 
 
-def test_on_disks_of_their_own_each_machine_reads_its_files_and_put_together_any_number_does(tmp_path):
-    save(tmp_path, False, 3, 1, 2, keep_latest_k=1)
-    for rank in range(3):
-        names = {file.name for file in (tmp_path / f"disk{rank}/run/step-2").iterdir()}
-        assert names == {"manifest.json", "state.json", f"tensors-{rank * 100_000:05d}.safetensors"}
-        assert not (tmp_path / f"disk{rank}/run/step-1").exists()
-    assert len({(tmp_path / f"disk{rank}/run/step-2/manifest.json").read_bytes() for rank in range(3)}) == 1
-    assert all(loaded.state["rank"] == 0 for loaded in load(tmp_path, False, 3))
-    # The files of all put together are one whole checkpoint.
-    for rank in range(3):
-        shutil.copytree(tmp_path / f"disk{rank}/run", tmp_path / "run", dirs_exist_ok=True)
-    assert verify_checkpoint(tmp_path / "run/step-2") == 2
-    assert loaded_steps(tmp_path, True, 2) == {2}
-
-
-def moved(root, *ranks):
-    """Give each disk of `ranks` to the machine of its place."""
-    for rank in ranks:
-        (root / f"disk{rank}").rename(root / f"moved{rank}")
-    for place, rank in enumerate(ranks):
-        (root / f"moved{rank}").rename(root / f"disk{place}")
-
-
-@pytest.mark.parametrize(
-    ("change", "num_machines", "words"),
-    [
-        (lambda root: moved(root, 1, 2, 0), 3, "tensors-00000.safetensors is missing; machine 0 of the run saved it"),
-        (lambda root: None, 2, "start 3 machines with the same ranks, or put the files of all parts into this folder"),
-        (lambda root: None, 4, "machine 3: manifest.json cannot be read"),
-        (lambda root: shutil.rmtree(root / "disk1/run"), 3, "machine 1: manifest.json cannot be read"),
-    ],
-    ids=["other ranks", "fewer machines", "more machines", "an empty disk"],
-)
-def test_parts_that_are_not_where_they_were_saved_are_refused_on_all(tmp_path, change, num_machines, words):
-    save(tmp_path, False, 3, 1, 2)
-    change(tmp_path)
-    messages = load(tmp_path, False, num_machines)
-    assert all("none of the checkpoints" in text and text.count(words) == 2 for text in messages), messages
-
-
-def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path, caplog):
-    save(tmp_path, False, 2, 1, 2)
-    save(tmp_path / "other", False, 3, 2)
-    shutil.rmtree(tmp_path / "disk1/run/step-2")
-    (tmp_path / "other/disk1/run/step-2").rename(tmp_path / "disk1/run/step-2")
-    assert loaded_steps(tmp_path, False, 2) == {1}
-    assert "step-2: the machines have parts of several checkpoints of this step" in caplog.text
-
-
-def test_a_part_that_a_machine_lost_makes_all_take_the_step_before(tmp_path, caplog):
-    save(tmp_path, False, 3, 1, 2)
-    shutil.rmtree(tmp_path / "disk1/run/step-2")
-    assert loaded_steps(tmp_path, False, 3) == {1}
-    assert "step-2: machine 1: manifest.json cannot be read" in caplog.text
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_damage_that_one_machine_finds_makes_all_take_the_step_before(tmp_path, shared, caplog):
-    save(tmp_path, shared, 2, 1, 2)
-    damaged = folder_of(tmp_path, 1, shared) / "step-2" / "tensors-100000.safetensors"
-    flip_last_bit(damaged)
-    assert loaded_steps(tmp_path, shared, 2) == {1}
+def test_damage_that_one_machine_finds_makes_all_take_the_step_before(tmp_path, caplog):
+    save(tmp_path, 2, 1, 2)
+    flip_last_bit(tmp_path / "run" / checkpoint_name(2) / "tensors-100000.safetensors")
+    assert loaded_steps(tmp_path, 2) == {1}
     assert "machine 1: tensors-100000.safetensors has checksum" in caplog.text
 
 
@@ -195,26 +128,26 @@ def test_a_file_that_vanishes_at_any_moment_of_a_load_fails_it_on_all_or_on_none
     found = []
     for number in itertools.count(1):
         root, left = tmp_path / str(number), [number]
-        save(root, False, 2, 1)
+        save(root, 2, 1)
 
         def vanish(rank, root=root, left=left):
             if rank != 0:
                 return
             left[0] -= 1
             if left[0] == 0:
-                (root / "disk0/run/step-1/tensors-00000.safetensors").unlink(missing_ok=True)
+                (root / "run" / checkpoint_name(1) / "tensors-00000.safetensors").unlink(missing_ok=True)
 
-        outcomes = load(root, False, 2, before_exchange=vanish)
+        outcomes = load(root, 2, before_exchange=vanish)
         assert len({isinstance(outcome, str) for outcome in outcomes}) == 1, outcomes
         found.append(outcomes[0])
         if left[0] > 0:
             break
-    assert any("machine 0: tensors-00000.safetensors cannot be read" in str(outcome) for outcome in found)
+    assert any("tensors-00000.safetensors cannot be read" in str(outcome) for outcome in found)
     assert found[-1].step == 1
 
 
 def test_tensors_of_another_model_are_refused_with_the_same_message_on_all(tmp_path):
-    save(tmp_path, True, 2, 1, 2)
+    save(tmp_path, 2, 1, 2)
 
     def load(team):
         tensors = wanted_by(team.rank, team.size)
@@ -226,38 +159,37 @@ def test_tensors_of_another_model_are_refused_with_the_same_message_on_all(tmp_p
         return str(caught.value)
 
     [message] = set(together(2, load))
-    assert "step-2: machine 1: 1 tensors are not this model's: weights/block.9.w" in message
+    assert f"{checkpoint_name(2)}: machine 1: 1 tensors are not this model's: weights/block.9.w" in message
 
 
 def test_a_given_checkpoint_is_loaded_together_and_one_that_is_nowhere_is_named(tmp_path):
-    save(tmp_path, False, 2, 1)
+    save(tmp_path, 2, 1)
 
     def load(team):
-        tensors, folder = wanted_by(team.rank, team.size), folder_of(tmp_path, team.rank, shared=False)
-        loaded = load_checkpoint(folder / "step-1", tensors, team=team)
-        with pytest.raises(NoCheckpointError, match="legal: one checkpoint, such as .*step-1"):
+        tensors, folder = wanted_by(team.rank, team.size), tmp_path / "run"
+        loaded = load_checkpoint(folder / checkpoint_name(1), tensors, team=team)
+        with pytest.raises(NoCheckpointError, match=f"legal: one checkpoint, such as .*{checkpoint_name(1)}"):
             load_checkpoint(folder, tensors, team=team)
-        with pytest.raises(NoCheckpointError, match="step-7"):
-            load_checkpoint(folder / "step-7", tensors, team=team)
-        return loaded.step == 1 and equal({name: tensors[name] for name in loaded.filled}, whole_state(1))
+        with pytest.raises(NoCheckpointError, match=checkpoint_name(7)):
+            load_checkpoint(folder / checkpoint_name(7), tensors, team=team)
+        return loaded.step == 1 and equal(tensors, whole_state(1))
 
-    assert together(2, load, shared=False) == [True, True]
+    assert together(2, load) == [True, True]
 
 
-@pytest.mark.parametrize(("shared", "failing"), [(True, 0), (False, 1)])
-def test_a_disk_that_fails_on_one_machine_fails_the_save_on_all_and_the_next_succeeds(tmp_path, shared, failing):
-    save(tmp_path, shared, 2, 1)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_fails_on_one_machine_fails_the_save_on_all_and_the_next_succeeds(tmp_path, failing):
+    save(tmp_path, 2, 1)
 
     def fail(team):
         tensors = owned_by(team.rank, team.size, 2)
         if team.rank == failing:  # only its file is too large
             tensors["weights/large"] = torch.zeros(2**20)
         with pytest.raises(CheckpointError, match=f"step 2 could not be written(.|\n)*machine {failing}: "):
-            Checkpointer(folder_of(tmp_path, team.rank, shared), keep_latest_k=1, team=team).save(2, tensors, STATE)
+            Checkpointer(tmp_path / "run", keep_latest_k=1, team=team).save(2, tensors, STATE)
 
     with files_limited_to(2**20):
-        together(2, fail, shared)
-    for rank in range(2):
-        assert [path.name for path in folder_of(tmp_path, rank, shared).iterdir()] == ["step-1"]
-    save(tmp_path, shared, 2, 2, keep_latest_k=1)
-    assert loaded_steps(tmp_path, shared, 2) == {2}
+        together(2, fail)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [checkpoint_name(1)]
+    save(tmp_path, 2, 2, keep_latest_k=1)
+    assert loaded_steps(tmp_path, 2) == {2}

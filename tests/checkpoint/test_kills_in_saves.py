@@ -14,6 +14,7 @@ import torch
 
 from tests.support.joint_teams import Killed, together
 from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.checkpoint.folders import DELETED, UNFINISHED, checkpoint_name
 
 MACHINES = 2
 ALL = MACHINES  # in the place of a rank: every machine dies
@@ -44,10 +45,6 @@ def tensors_of(rank, step):
     return {f"{kind}/block.{rank}.w": torch.full((300,), float(step)) for kind in ("weights", "exp_avg")}
 
 
-def folder_of(root, rank, shared):
-    return root / ("run" if shared else f"disk{rank}")
-
-
 class DyingCheckpointer(Checkpointer):
     """Checkpoints of a machine that may also die before the folders of a step change."""
 
@@ -66,58 +63,57 @@ class DyingCheckpointer(Checkpointer):
             self.death.pass_by(self.team.rank)
 
 
-def save(root, shared, step, mark, death=None):
+def save(root, step, mark, death=None):
     """Save `step` with tensors of the value `mark`. Returns whether all machines finished."""
 
     def work(team):
-        checkpointer = DyingCheckpointer(folder_of(root, team.rank, shared), keep_latest_k=1, team=team)
+        checkpointer = DyingCheckpointer(root / "run", keep_latest_k=1, team=team)
         checkpointer.death = death
         checkpointer.save(step, tensors_of(team.rank, mark), {"mark": mark})
         return True
 
     before_exchange = death.pass_by if death else lambda rank: None
-    return together(MACHINES, work, shared, before_exchange) == [True] * MACHINES
+    return together(MACHINES, work, before_exchange) == [True] * MACHINES
 
 
-def check(root, shared, former, new):
+def check(root, former, new):
     """Check that all machines load the former (step, mark) or the new one, whole, and that the next save leaves only itself."""
 
     def load(team):
         tensors = tensors_of(team.rank, -1)
-        loaded = Checkpointer(folder_of(root, team.rank, shared), team=team).load_latest(tensors)
+        loaded = Checkpointer(root / "run", team=team).load_latest(tensors)
         assert loaded is not None, "there is no checkpoint"
         assert all((tensor == loaded.state["mark"]).all() for tensor in tensors.values()), "a mixture of two saves"
         return loaded.step, loaded.state["mark"]
 
-    found = together(MACHINES, load, shared)
+    found = together(MACHINES, load)
     assert found[0] == found[1] and found[0] in (former, new), f"{found}, expected {former} or {new}"
     # The next save clears what the first death left. A death in it must not take what was loaded.
     step, mark = new
-    assert not save(root, shared, step + 1, mark + 1, Death(ALL, 4))
-    assert together(MACHINES, load, shared) == found
-    assert save(root, shared, step + 1, mark + 1)
-    for rank in range(MACHINES):
-        assert [path.name for path in folder_of(root, rank, shared).iterdir()] == [f"step-{step + 1}"]
+    assert not save(root, step + 1, mark + 1, Death(ALL, 4))
+    assert together(MACHINES, load) == found
+    assert save(root, step + 1, mark + 1)
+    assert [path.name for path in (root / "run").iterdir()] == [checkpoint_name(step + 1)]
 
 
-def kill_everywhere(root, shared, saves=EVERY_SAVE, hooked=None):
+def kill_everywhere(root, saves=EVERY_SAVE, hooked=None):
     """Kill each machine, and all at once, before its 1st, 2nd, .. operation of a save, until a save has no such operation.
 
     The save is of a new step, or of the newest one again. Operations are exchanges and changes of a step's folders, or
     those of the file system that a hook counts for the deaths in `hooked`. Returns the number of kills.
     """
     step, mark, kills = 1, 1, 0
-    assert save(root, shared, step, mark)
+    assert save(root, step, mark)
     for rank, is_again in saves:
         for number in itertools.count(1):
             new, death = (step if is_again else step + 1, mark + 1), Death(rank, number)
             if hooked is None:
-                save(root, shared, *new, death)
+                save(root, *new, death)
             else:
                 hooked.append(death)
-                save(root, shared, *new)
+                save(root, *new)
                 hooked.clear()
-            check(root, shared, (step, mark), new)
+            check(root, (step, mark), new)
             step, mark = new[0] + 1, new[1] + 1
             if not death.has_come:
                 break
@@ -125,7 +121,7 @@ def kill_everywhere(root, shared, saves=EVERY_SAVE, hooked=None):
     return kills
 
 
-def kill_at_file_operations(root, shared):
+def kill_at_file_operations(root):
     """Be a process of its own, since a hook cannot be removed."""
     hooked = []
 
@@ -136,22 +132,18 @@ def kill_at_file_operations(root, shared):
 
     torch.set_num_threads(1)
     sys.addaudithook(hook)
-    return kill_everywhere(Path(root), shared, hooked=hooked)
+    return kill_everywhere(Path(root), hooked=hooked)
 
 
 @pytest.mark.parametrize("saves", [EVERY_SAVE[::3], pytest.param(EVERY_SAVE, marks=pytest.mark.nightly)], ids=len)
-@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "own disks"])
-def test_a_death_before_any_exchange_of_a_joint_save_leaves_one_whole_checkpoint_for_all(tmp_path, shared, saves):
-    assert kill_everywhere(tmp_path, shared, saves) >= 4 * len(saves)
+def test_a_death_before_any_exchange_of_a_joint_save_leaves_one_whole_checkpoint_for_all(tmp_path, saves):
+    assert kill_everywhere(tmp_path, saves) >= 4 * len(saves)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "own disks"])
-def test_a_death_before_any_operation_of_the_file_system_leaves_one_whole_checkpoint_for_all(
-    processes, tmp_path, shared
-):
+def test_a_death_before_any_operation_of_the_file_system_leaves_one_whole_checkpoint_for_all(processes, tmp_path):
     function = "tests.checkpoint.test_kills_in_saves:kill_at_file_operations"
-    child = processes.run(function, str(tmp_path), shared, folder=tmp_path)
+    child = processes.run(function, str(tmp_path), folder=tmp_path)
     assert 80 <= child.wait() != 99, child.text()
 
 
@@ -192,8 +184,8 @@ def save_in_child(folder, step, events=(), kill_at=0):
 def check_alone(folder, oldest_allowed):
     """Check that every listed checkpoint is whole, and that the newest one is of `oldest_allowed` or later."""
     checkpointer = Checkpointer(folder)
-    listed = [path for path in folder.iterdir() if path.suffix not in (".tmp", ".trash")]
-    # A former step-N that its replacement made superfluous is no longer listed.
+    listed = [path for path in folder.iterdir() if path.suffix not in (UNFINISHED, DELETED)]
+    # A former one that its replacement made superfluous is no longer listed.
     listed = [path for path in listed if path.suffix == "" or not path.with_suffix("").exists()]
     assert len(listed) == len(checkpointer.complete_steps()), f"a damaged one is listed: {listed}"
     for path in listed:
@@ -215,7 +207,7 @@ def kill_at_every_event(folder, saved_again, events):
         check_alone(folder, step)
         step += 2
         assert not save_in_child(folder, step)
-        assert [path.name for path in folder.iterdir()] == [f"step-{step}"], "the next save leaves only itself"
+        assert [path.name for path in folder.iterdir()] == [checkpoint_name(step)], "the next save leaves only itself"
         number += 1
     return number - 1
 

@@ -1,23 +1,24 @@
 """The tensor files: readable by the safetensors library, and written and read without a second copy."""
 
+import ctypes
+import errno
+import mmap
+import os
 import resource
 
-import pytest
 import safetensors.torch
 import torch
 
-from torchround.checkpoint import Checkpointer
+from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.checkpoint.tensor_file import (
     DTYPE_NAMES,
+    PIECE_BYTES,
     Unwatched,
     plan_files,
     read_header,
     read_tensor_file,
     write_tensor_file,
 )
-from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.store.host_store import HostStore
-from torchround.models import FAMILIES
 
 
 def one_of_each_dtype():
@@ -48,43 +49,19 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path):
 
 
 def test_tensors_are_spread_over_files_in_order():
-    tensors = {f"t{index}": torch.zeros(size) for index, size in enumerate([10, 10, 30, 1, 1, 50, 1])}
+    tensors = {f"t{index}": torch.zeros(size) for index, size in enumerate([10, 10, 30, 2, 2, 50, 2])}
     files = plan_files(tensors, file_bytes=80)
     assert [list(file.tensors) for file in files] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
     assert [file.name for file in files][:2] == ["tensors-00000.safetensors", "tensors-00001.safetensors"]
     assert plan_files({}) == []
 
 
-@pytest.mark.parametrize(
-    ("family", "flavor", "policy"),
-    [("llama3", "debug", SYNC), ("qwen3", "debug_moe", ASYNC), ("gpt_oss", "debug", SYNC)],
-)
-def test_each_bundle_is_released_once_its_share_of_the_file_is_written(tmp_path, family, flavor, policy):
-    """Biases and norms, which are last in the file because of their size, delay no update until the whole file is written."""
-
-    class Watch(Unwatched):
-        """Records how many bytes are written when a bundle has been read."""
-
-        def __init__(self):
-            self.given_bytes = 0
-            self.read_at = {}
-
-        def finished_reading(self, name):
-            self.read_at[bundle_of[name]] = self.given_bytes
-
-        def advance(self, nbytes):
-            self.given_bytes += nbytes
-
-    store = HostStore(FAMILIES[family].build(FAMILIES[family].flavors[flavor]), torch.bfloat16, policy=policy)
-    views = {bundle.index: store.bundle_views(bundle, 0) for bundle in store.bundles}
-    bundle_of = {name: index for index, of_bundle in views.items() for name in of_bundle}
-    watch = Watch()
-    (file,) = plan_files(store.named_views())
-    write_tensor_file(tmp_path / file.name, file, watch, watch.advance)
-    so_far = len(file.header)
-    for index, of_bundle in views.items():
-        so_far += sum(view.nbytes for view in of_bundle.values())
-        assert watch.read_at[index] <= so_far
+def test_updates_wait_for_the_tensors_of_their_own_layer_alone_unless_those_are_of_odd_sizes():
+    sizes = {"first": 8, "odd": 3, "wide": 2, "last": 40}
+    tensors = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+    tensors["wide"] = torch.zeros(1)
+    [file] = plan_files(tensors)
+    assert list(file.tensors) == ["first", "last", "wide", "odd"], "each is aligned to its element"
 
 
 def save_and_load(folder):
@@ -110,3 +87,77 @@ def test_saving_and_loading_take_no_second_copy_of_the_state(processes, tmp_path
     assert child.wait() == 0, child.text()
     extra_bytes, state_bytes = map(int, child.text().split())
     assert extra_bytes < 0.05 * state_bytes
+
+
+# A checkpoint leaves no pages in the page cache, and never holds many.
+
+FILE_BYTES = 5 * PIECE_BYTES
+PAGES = FILE_BYTES // mmap.PAGESIZE
+
+
+def large_tensors():
+    """Make `FILE_BYTES` of tensors, three of them, that end in the middle of pages."""
+    half = FILE_BYTES // 8
+    return {"a": torch.arange(half).float(), "b": torch.ones(half - 80), "small": torch.ones(80)}
+
+
+def cached_pages(path):
+    """Count the file's pages that are in the page cache, without bringing any in."""
+    libc, nbytes = ctypes.CDLL(None, use_errno=True), path.stat().st_size
+    residency = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(nbytes), residency)
+        del start
+    assert not failed, os.strerror(ctypes.get_errno())
+    return sum(page & 1 for page in residency)
+
+
+def load(checkpoint):
+    target = {name: torch.zeros_like(tensor) for name, tensor in large_tensors().items()}
+    loaded = Checkpointer(checkpoint.parent).load_latest(target)
+    assert loaded is not None and all(torch.equal(target[name], tensor) for name, tensor in large_tensors().items())
+
+
+def test_no_page_of_a_checkpoint_stays_in_the_page_cache(tmp_path):
+    """Compare with a file whose pages the test drops, since a folder in memory keeps every page."""
+    plain = tmp_path / "plain"
+    with open(plain, "xb") as file:
+        file.write(bytes(FILE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        assert cached_pages(plain) > PAGES // 2, "a plain file is cached: else nothing is shown below"
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    path = Checkpointer(tmp_path / "checkpoints").save(1, large_tensors(), {})
+    (tensor_file,) = path.glob("*.safetensors")
+    for use in (lambda path: None, load, verify_checkpoint):
+        use(path)
+        assert cached_pages(tensor_file) <= cached_pages(plain) + PAGES // 50
+
+
+def test_pages_are_given_back_while_a_file_is_still_written(tmp_path, monkeypatch):
+    """The kernel is advised to drop pages after three pieces at most."""
+    told, advise = [], os.posix_fadvise
+
+    def recorded(descriptor, offset, nbytes, advice):
+        assert offset == 0 and advice == os.POSIX_FADV_DONTNEED
+        told.append((nbytes, os.fstat(descriptor).st_size))
+        advise(descriptor, offset, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", recorded)
+    path = Checkpointer(tmp_path).save(1, large_tensors(), {})
+    *pieces, (last, length) = told
+    assert last == 0 and [length] == [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(pieces) >= 4 and all(nbytes <= written for nbytes, written in pieces)
+    before = [0, *(nbytes for nbytes, _ in pieces)]
+    assert max(written - earlier for earlier, (_, written) in zip(before, pieces, strict=False)) <= 3 * PIECE_BYTES
+
+
+def test_checkpoints_work_on_a_system_that_refuses_the_advice(tmp_path, monkeypatch):
+    """Python may have the call although the kernel does not."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    load(Checkpointer(tmp_path).save(1, large_tensors(), {}))

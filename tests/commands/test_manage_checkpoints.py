@@ -8,6 +8,7 @@ import torch
 
 from tests.support.small_run import flip_last_bit
 from torchround.checkpoint import Checkpointer
+from torchround.checkpoint.folders import UNFINISHED, checkpoint_name
 from torchround.checkpoint.manifest import read_manifest
 from torchround.commands import manage_checkpoints
 from torchround.commands.manage_checkpoints import main
@@ -22,7 +23,7 @@ def run(tmp_path):
     for step in range(1, 7):
         state = {"config": {"run": {"name": "my-run"}}}
         Checkpointer(folder / "checkpoints").save(step, {"w": torch.full((100,), float(step))}, state)
-    (folder / "checkpoints" / "step-7.tmp").mkdir()
+    (folder / "checkpoints" / checkpoint_name(7, UNFINISHED)).mkdir()
     (folder / "checkpoints" / "notes").mkdir()
     (folder / "config.toml").write_text(
         '[model]\nfamily = "llama3"\nflavor = "debug"\n[data]\nsources = [{ path = "x" }]\n'
@@ -38,11 +39,15 @@ def left(run):
 def test_list_shows_what_is_there_and_what_is_damaged(run, capsys):
     assert main(["list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["folder", *(f"step-{n}" for n in range(1, 7)), "step-7.tmp"]
+    assert [line.split()[0] for line in lines] == [
+        "folder",
+        *(checkpoint_name(n) for n in range(1, 7)),
+        checkpoint_name(7, UNFINISHED),
+    ]
     assert all(line.endswith("complete") for line in lines[1:7])
     assert "left by a killed save" in lines[7]
     assert not any("0.00 GiB" in line for line in lines) and " MiB" in lines[1]
-    (run / "checkpoints" / "step-4" / "state.json").unlink()
+    (run / "checkpoints" / checkpoint_name(4) / "state.json").unlink()
     assert main(["list", str(run / "checkpoints")]) == 1
     assert "damaged: state.json is missing" in capsys.readouterr().out.splitlines()[4]
 
@@ -50,19 +55,19 @@ def test_list_shows_what_is_there_and_what_is_damaged(run, capsys):
 def test_verify_reads_every_byte_and_names_what_is_damaged(run, capsys):
     assert main(["verify", str(run)]) == 0
     assert "all are sound" in capsys.readouterr().out
-    flip_last_bit(run / "checkpoints" / "step-5" / TENSORS)
+    flip_last_bit(run / "checkpoints" / checkpoint_name(5) / TENSORS)
     assert main(["verify", str(run)]) == 1
     output = capsys.readouterr()
     assert "1 are damaged" in output.out
-    assert f"step-5: {TENSORS} has checksum" in output.err
-    assert main(["verify", str(run / "checkpoints" / "step-5")]) == 1
-    assert main(["verify", str(run / "checkpoints" / "step-6")]) == 0
+    assert f"{checkpoint_name(5)}: {TENSORS} has checksum" in output.err
+    assert main(["verify", str(run / "checkpoints" / checkpoint_name(5))]) == 1
+    assert main(["verify", str(run / "checkpoints" / checkpoint_name(6))]) == 0
 
 
 def test_a_checkpoint_that_a_run_deletes_while_it_is_verified_is_not_damaged(run, monkeypatch, capsys):
     def deleted_then_read(path):
         found = read_manifest(path)
-        if path.name == "step-2":
+        if path.name == checkpoint_name(2):
             folders = Checkpointer(run / "checkpoints")
             folders.delete([folders.named(step) for step in (2, 3)])
         return found
@@ -71,7 +76,7 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_verified_is_not_damaged(run
     assert main(["verify", str(run)]) == 0
     output = capsys.readouterr()
     assert "all are sound" in output.out and not output.err
-    assert main(["verify", str(run / "checkpoints" / "step-2")]) == 1
+    assert main(["verify", str(run / "checkpoints" / checkpoint_name(2))]) == 1
 
 
 @pytest.mark.parametrize(
@@ -87,13 +92,13 @@ def test_what_cannot_be_used_is_one_message(tmp_path, monkeypatch, capsys, argum
 
 def test_list_shows_links_to_another_disk_and_no_character_that_commands_a_terminal(run, tmp_path, capsys):
     checkpoints = run / "checkpoints"
-    (checkpoints / "step-5").rename(tmp_path / "disk")
-    (checkpoints / "step-5").symlink_to(tmp_path / "disk")
-    (checkpoints / "step-6").rename(tmp_path / "gone")
-    (checkpoints / "step-6").symlink_to(tmp_path / "\x1b[2J")
-    os.utime(checkpoints / "step-4", (2**31, 2**31))
+    (checkpoints / checkpoint_name(5)).rename(tmp_path / "disk")
+    (checkpoints / checkpoint_name(5)).symlink_to(tmp_path / "disk")
+    (checkpoints / checkpoint_name(6)).rename(tmp_path / "gone")
+    (checkpoints / checkpoint_name(6)).symlink_to(tmp_path / "\x1b[2J")
+    os.utime(checkpoints / checkpoint_name(4), (2**31, 2**31))
     assert main(["list", str(run)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert re.search(r"step-4 .* MiB +2038-01-\d\d \d\d:\d\d +complete", lines[4])
-    assert re.search(r"step-5 +0\.00 MiB .* complete", lines[5])
+    assert re.search(rf"{checkpoint_name(4)} .* MiB +2038-01-\d\d \d\d:\d\d +complete", lines[4])
+    assert re.search(rf"{checkpoint_name(5)} +0\.00 MiB .* complete", lines[5])
     assert "damaged: manifest.json cannot be read" in lines[6] and "\x1b" not in lines[6]

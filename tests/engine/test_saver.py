@@ -9,6 +9,7 @@ import torch
 from tests.support.faults import Bomb, armed, wait_until
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer
+from torchround.checkpoint.folders import UNFINISHED, checkpoint_name
 from torchround.engine.errors import PipelineError, Stopped
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.worker.device_worker import STAGE_JOB
@@ -129,7 +130,7 @@ def test_a_checkpoint_appears_only_when_it_is_allowed_to(tmp_path):
         engine.drain()  # three more updates: everything was read long ago
         assert not save.ended and checkpointer.complete_steps() == []
         save.may_publish()
-        assert save.result() == tmp_path / "step-1"
+        assert save.result() == tmp_path / checkpoint_name(1)
         assert checkpointer.complete_steps() == [1]
 
 
@@ -158,7 +159,7 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
         for name in own:
             source.finished_reading(name)
         wait_until(lambda: not any(torch.equal(source.tensors[name], before[name]) for name in own))
-        (tmp_path / "step-1.tmp").mkdir()
+        (tmp_path / checkpoint_name(1, UNFINISHED)).mkdir()
         in_the_middle.set()
         until_abandoned(source)
         source.raise_if_abandoned()
@@ -177,7 +178,7 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
         for micro_batches in batches:
             step(expected, micro_batches)
     assert_same_state(engine.store.named_views(), expected.store.named_views())
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1.tmp"]
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1, UNFINISHED)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.support.disks import files_limited_to
 from tests.support.small_run import SmallRuns, awaiting_saves, before_step, small_runs
 from torchround.checkpoint import verify_checkpoint
+from torchround.checkpoint.folders import checkpoint_name
 
 __all__ = ["small_runs"]
 
@@ -32,7 +33,7 @@ def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_t
 
     def end():
         saves_ended(3)
-        assert verify_checkpoint(checkpoints / "step-2") == 2
+        assert verify_checkpoint(checkpoints / checkpoint_name(2)) == 2
         trouble.close()
 
     with trouble:
@@ -43,7 +44,7 @@ def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_t
         assert f"the checkpoint of step {step} could not be written" in caplog.text
     assert "File too large" in caplog.text and small_runs.saved("run") == [2, 8, 10]
     small_runs.assert_same("run", "whole", step=10)
-    assert [verify_checkpoint(checkpoints / f"step-{step}") for step in (2, 8, 10)] == [2, 8, 10]
+    assert [verify_checkpoint(checkpoints / checkpoint_name(step)) for step in (2, 8, 10)] == [2, 8, 10]
 
 
 TROUBLES = {

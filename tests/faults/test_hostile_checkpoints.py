@@ -25,6 +25,7 @@ from tests.support.hostile_cases import (
     renamed_to,
 )
 from tests.support.small_run import SmallRuns
+from torchround.checkpoint.folders import UNFINISHED, checkpoint_name
 
 TENSORS = "tensors-00000.safetensors"
 STEP = 5
@@ -83,7 +84,7 @@ def header(change, length=None):
 
 
 def another_shape(entries):
-    entry = next(entry for name, entry in entries.items() if name != "__metadata__")
+    entry = next(entry for name, entry in entries.items() if name.startswith("weights/block."))
     entry["shape"] = [1, *entry["shape"]]
 
 
@@ -143,7 +144,7 @@ FILES = {
 LOADS = FILES | {
     "a step beyond all": (manifest(step=10**30), "is after step 10000"),
     "a size beyond all": (record(size_bytes=2**70), "bytes long instead of"),
-    "a format of the future": (manifest(format=10**9), "has format 1000000000"),
+    "a format of the future": (manifest(format=10**9), "format 1000000000 is not read"),
     "a checksum that is a terminal's command": (record(xxh3_128=TITLE), "manifest.json was altered"),
     "a tensor that is a terminal's command": (
         header(lambda entries: entries.update({TITLE: {"dtype": "F32", "shape": [0], "data_offsets": [1, 0]}})),
@@ -194,7 +195,7 @@ def outside(name):
 
 
 def newest(harm):
-    return lambda path: harm(path / "checkpoints" / f"step-{STEP}")
+    return lambda path: harm(path / "checkpoints" / checkpoint_name(STEP))
 
 
 def checkpoints_that_are_a_file(path):
@@ -211,8 +212,10 @@ RUNS = {
         (*OWN, "--training.steps=40", "--training.max_skipped_steps=3"),
         1,
     ),
-    "a checkpoint that is a link": own(outside("step-9"), "step-9: manifest.json cannot be read"),
-    "leftovers that are a link": own(outside("step-9.tmp"), "step-9.tmp is a link, so only"),
+    "a checkpoint that is a link": own(
+        outside(checkpoint_name(9)), f"{checkpoint_name(9)}: manifest.json cannot be read"
+    ),
+    "leftovers that are a link": own(outside(checkpoint_name(9, UNFINISHED)), "the run is complete"),
     "checkpoints that are a file": own(checkpoints_that_are_a_file, "CheckpointError: .*File exists", code=1),
     "metrics nested without end": own(written("metrics.jsonl", DEEP + b"\n"), "the run is complete"),
     "metrics that are a pipe": own(pipe("metrics.jsonl"), "metrics.jsonl .*not an ordinary file", code=2),
@@ -233,7 +236,7 @@ def given(harm):
 
     def put(folder):
         theirs = folder / "theirs"
-        shutil.move(folder / "outputs" / "run" / "checkpoints" / f"step-{STEP}", theirs)
+        shutil.move(folder / "outputs" / "run" / "checkpoints" / checkpoint_name(STEP), theirs)
         (folder / "precious").write_bytes(b"precious")
         harm(theirs)
 
@@ -293,7 +296,7 @@ def test_hostile_checkpoints_are_not_exported_nor_any_file_from_outside(processe
     def kept(harm):
         def put(folder):
             (folder / "precious").write_bytes(b"precious")
-            shutil.copytree(saved / "checkpoints" / f"step-{STEP}", folder / "run" / "checkpoints" / "theirs")
+            shutil.copytree(saved / "checkpoints" / checkpoint_name(STEP), folder / "run" / "checkpoints" / "theirs")
             harm(folder / "run" / "checkpoints" / "theirs")
 
         return put

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.small_run import ASYNC, BOUNDED, COMPACT, PREDICT, UNCORRECTED, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.checkpoint.folders import checkpoint_name
 
 SPLIT = "--training.dtype=bfloat16"
 STEPS = 25
@@ -34,7 +35,7 @@ def newest(checkpoints):
     """Return the step of the newest complete checkpoint, after reading every byte of it; 0 without one."""
     step = Checkpointer(checkpoints).latest_step() or 0
     if step:
-        verify_checkpoint(checkpoints / f"step-{step}")
+        verify_checkpoint(checkpoints / checkpoint_name(step))
     return step
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.small_machines import ALL_ROUNDS, small_machines, starter
 from tests.support.small_run import ASYNC, BOUNDED, COMPACT, PREDICT, UNCORRECTED
+from torchround.checkpoint.folders import checkpoint_name
 
 __all__ = ["small_machines", "starter"]
 
@@ -53,7 +54,9 @@ def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(sma
         done = max(small_machines.saved("run"), default=0)
         machines = small_machines.start("run", num_machines, *arguments)
         lost = machines[generator.randrange(num_machines)]
-        machines[0].wait_until_printed(f"saved outputs/run/checkpoints/step-{done + generator.randint(1, 3)} ")
+        machines[0].wait_until_printed(
+            f"saved outputs/run/checkpoints/{checkpoint_name(done + generator.randint(1, 3))} "
+        )
         time.sleep(generator.random() * 0.2)  # the moment is random; nothing depends on it
         lost.send(signal.SIGKILL)
         codes = [machine.wait() for machine in machines]

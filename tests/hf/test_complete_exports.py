@@ -14,6 +14,7 @@ from tests.support import conversations
 from tests.support.batch_contents import TEMPLATE, write_lines
 from tests.support.conversations import TOOL, answer, plain_text, question, small_tokenizer
 from tests.support.small_run import working_in
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
 from torchround.commands.generation_files import byte_tokenizer_files, generation_content
 from torchround.config import TokenizerTable
@@ -41,7 +42,7 @@ def folder(tmp_path_factory):
         yield folder
 
 
-BASE = Path("outputs/own/export/step-2")
+BASE = Path(f"outputs/own/export/{checkpoint_name(2)}")
 
 
 def head(card):
@@ -123,7 +124,7 @@ def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
         '--data.sources=[{path = "chats.jsonl", content = "messages"}]',
     ]
     assert train.main(["--config", "own.toml", "--run.name=chat", *chats, "--checkpoint.export=weights"]) == 0
-    output = Path("outputs/chat/export/step-2")
+    output = Path(f"outputs/chat/export/{checkpoint_name(2)}")
     found = json.loads((output / "generation_config.json").read_text())
     assert found["eos_token_id"] == [258, 257] and found["temperature"] == 0.6
     assert GenerationConfig.from_pretrained(output).eos_token_id == [258, 257]
@@ -149,7 +150,12 @@ def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
         (folder / "tok" / name).write_text(json.dumps(content))
     assert train.main(["--config", "own.toml", "--run.name=gone", "--tokenizer.name=none", "--tokenizer.path=tok"]) == 0
     (folder / "tok" / "tokenizer.json").unlink()
-    assert export_hf.main(["outputs/gone/checkpoints/step-2", "exported", "--config=outputs/gone/config.toml"]) == 0
+    assert (
+        export_hf.main(
+            [f"outputs/gone/checkpoints/{checkpoint_name(2)}", "exported", "--config=outputs/gone/config.toml"]
+        )
+        == 0
+    )
     assert "the export has no generation_config.json of its own" in caplog.text
     assert Path("exported/model.safetensors").is_file()
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from tests.support.small_run import SmallRuns, small_runs  # noqa: F401  (a fixture)
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf, try_model
 
 MODULE = """
@@ -34,7 +35,7 @@ def test_a_module_that_only_a_run_s_folder_names_is_not_imported(runs, capsys, m
     assert runs("run", *MINE, "--training.steps=1") == 0
     monkeypatch.delitem(sys.modules, "my_family")
     run = runs.folder / "outputs" / "run"
-    exporting = [str(run / "checkpoints" / "step-1"), str(runs.folder / "exported")]
+    exporting = [str(run / "checkpoints" / checkpoint_name(1)), str(runs.folder / "exported")]
     trying = ["--run", str(run), "--prompt=a", "--max-tokens=1", "--engine.devices=cpu"]
     for command, arguments in ((export_hf, exporting), (try_model, trying)):
         assert command.main(arguments) == 2

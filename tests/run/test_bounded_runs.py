@@ -4,6 +4,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.small_run import STEPS, small_runs, stop_after
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.engine.store.bundles import OLDER_WEIGHTS
 
 __all__ = ["small_runs"]
@@ -44,7 +45,10 @@ def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs):
     longer, shorter = (small_runs.steps(name)[1] for name in ("longer", "shorter"))
     assert longer["validation_loss"] == shorter["validation_loss"]
     # A run of `sync` that starts from these weights validates them before its first update changes them.
-    start = ("--checkpoint.load=weights", f"--checkpoint.load_path={small_runs.path('shorter')}/checkpoints/step-2")
+    start = (
+        "--checkpoint.load=weights",
+        f"--checkpoint.load_path={small_runs.path('shorter')}/checkpoints/{checkpoint_name(2)}",
+    )
     frozen = ("--training.steps=1", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0")
     assert small_runs("sync", *validated[4:], *start, *frozen, "--training.clip=layer") == 0
     assert small_runs.steps("sync")[0]["validation_loss"] == shorter["validation_loss"]
@@ -66,7 +70,7 @@ def test_a_plans_file_brings_its_stale_layers_and_an_export_holds_the_newest_wei
     assert small_runs("run", *BOUNDED, given, "--checkpoint.export=weights") == 0
     small_runs.assert_same("run", "first")
     assert small_runs.plan("run")["stale_layers"] == 2
-    [file] = (small_runs.path("run") / "export" / f"step-{STEPS}").glob("*.safetensors")
+    [file] = (small_runs.path("run") / "export" / checkpoint_name(STEPS)).glob("*.safetensors")
     exported = load_file(file)["model.embed_tokens.weight"]
     saved = small_runs.state("run")
     newest, older = (saved[f"{kind}/embedding.weight"] for kind in ("weights", f"{OLDER_WEIGHTS}1_old"))

@@ -15,6 +15,7 @@ from tests.support.optimizers import OPTIMIZERS
 from tests.support.small_decoders import small_decoder
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint import Checkpointer, MachineTeam, load_checkpoint
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.config import Config, RunTable
 from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Ownership
@@ -24,8 +25,6 @@ from torchround.optim.optimizer import make_optimizer
 from torchround.run.checkpoints import RETRY_S, RunCheckpoints, RunPosition, save_with_patience
 from torchround.run.early_end import BadStepsError
 from torchround.run.run_folder import RunFolder
-from torchround.run.saved_forms import SavedForms
-from torchround.run.validation import joint_losses
 
 STEP = 7
 nightly = pytest.mark.nightly
@@ -45,23 +44,19 @@ def trained_store(model, dtype, policy, rank=0, size=1, optimizer=None):
     return store
 
 
-# Model, and the dtype, policy and optimizer that save and those that load: the same, or another form of state.
+# Model, and the dtype, policy and optimizer of its store.
 JOINT = {
-    "tied, muon, compact": (partial(toy_model, True), (torch.float32, ASYNC, "muon compact"), None),
-    "predicting, compact": (toy_model, (torch.bfloat16, ASYNC_PREDICT, "adamw compact"), None),
-    "experts, muon": (partial(small_decoder, "qwen3", "debug_moe"), (torch.bfloat16, SYNC, "muon"), None),
-    "adapters": (adapted_model, (torch.bfloat16, ASYNC, "adamw"), None),
-    "adamw to compact": (toy_model, (torch.bfloat16, ASYNC, "adamw"), (torch.float32, SYNC, "adamw compact")),
-    "muon to exact": (toy_model, (torch.bfloat16, ASYNC, "muon compact"), (torch.bfloat16, ASYNC, "muon")),
-    "split to fp32": (toy_model, (torch.bfloat16, ASYNC, "muon compact"), (torch.float32, SYNC, "muon compact")),
+    "tied, muon, compact": (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
+    "predicting, compact": (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw compact"),
+    "experts, muon": (partial(small_decoder, "qwen3", "debug_moe"), torch.bfloat16, SYNC, "muon"),
+    "adapters": (adapted_model, torch.bfloat16, ASYNC, "adamw"),
 }
-BY_DEFAULT = ("tied, muon, compact", "predicting, compact", "adamw to compact")
+BY_DEFAULT = ("tied, muon, compact", "predicting, compact")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else nightly) for name in JOINT])
-def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again_in_the_same_form_or_another(tmp_path, name):
-    build, was, is_now = JOINT[name]
-    dtype, policy, of_saved = was
+def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again(tmp_path, name):
+    build, dtype, policy, of_saved = JOINT[name]
     optimizer = make_optimizer(OPTIMIZERS[of_saved])
 
     def save(group):
@@ -69,26 +64,18 @@ def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again_in_th
         Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), store.resume_state())
 
     def restore(group=None):
-        dtype, policy, loads = is_now or was
         ownership = Ownership(group.rank, group.size) if group else None
-        store = HostStore(
-            build(), dtype, policy=policy, ownership=ownership, optimizer=make_optimizer(OPTIMIZERS[loads])
-        )
-        options = {"team": MachineTeam.of(group)} if group else {}
-        optional = lambda name: is_now is not None and name.startswith("master_")
-        options |= {"converter": SavedForms.of(store), "optional": optional}
-        loaded = load_checkpoint(tmp_path / f"step-{STEP}", store.loadable_views(), **options)
+        store = HostStore(build(), dtype, policy=policy, ownership=ownership, optimizer=optimizer)
+        path = tmp_path / checkpoint_name(STEP)
+        loaded = load_checkpoint(path, store.loadable_views(), team=MachineTeam.of(group))
         store.resume(loaded.step, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
         if group:
             share_weights(store, group)
-        else:
-            assert bool(loaded.converted) == (is_now is not None)
         return store
 
     run_machines(4, save)
-    alone = restore()
-    expected = alone if is_now else trained_store(build(), dtype, policy, optimizer=optimizer)
-    for stores in ([alone], run_machines(2, restore), run_machines(3, restore)):
+    expected = trained_store(build(), dtype, policy, optimizer=optimizer)
+    for stores in ([restore()], run_machines(2, restore), run_machines(3, restore)):
         together = {}
         for store in stores:
             together |= store.named_views()
@@ -98,10 +85,9 @@ def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again_in_th
         assert all(torch.equal(view, together[name]) for name, view in expected.named_views().items())
 
 
-def entered(folder, shared, hold):
+def entered(folder, hold):
     def enter(group):
-        own = folder if shared else folder / f"disk{group.rank}"
-        with RunFolder(RunTable(name="run", folder=str(own)), team=MachineTeam.of(group, shared)) as entered:
+        with RunFolder(RunTable(name="run", folder=str(folder)), team=MachineTeam.of(group)) as entered:
             result = hold(entered)
             group.channel("saves").gather(None, "the end of the test")
             return result
@@ -127,36 +113,27 @@ def refusals(function):
     return run_machines(2, refused)
 
 
-def test_machines_lock_a_shared_folder_once_and_own_ones_each(tmp_path):
-    assert run_machines(2, entered(tmp_path, True, lambda folder: is_locked(folder.path))) == [True, True]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"], "no mark is left"
-    assert run_machines(2, entered(tmp_path, False, lambda folder: is_locked(folder.path))) == [True, True]
-    assert not is_locked(tmp_path / "disk1" / "run")
+def test_machines_lock_their_folder_once(tmp_path):
+    assert run_machines(2, entered(tmp_path, lambda folder: is_locked(folder.path))) == [True, True]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
+    assert not is_locked(tmp_path / "run")
 
 
 def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(tmp_path):
     with RunFolder(RunTable(name="run", folder=str(tmp_path))):
-        messages = refusals(entered(tmp_path, True, pytest.fail))
+        messages = refusals(entered(tmp_path, pytest.fail))
     holder = f"is in use by process {os.getpid()}"
     assert len(set(messages)) == 1 and messages[0].startswith("machine 0 (node0): ") and holder in messages[0]
 
 
-def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_path):
+def test_a_folder_that_is_not_shared_is_refused_on_all(tmp_path):
     def apart(group):
-        RunFolder(
-            RunTable(name="run", folder=str(tmp_path / f"disk{group.rank}")), team=MachineTeam.of(group)
-        ).__enter__()
+        entered(tmp_path / f"disk{group.rank}", pytest.fail)(group)
 
     messages = refusals(apart)
-    assert all("on machine 0 (node0) is not the folder of machine 1 (node1)" in text for text in messages)
-    assert not list(tmp_path.glob("disk*/run")), "nothing is left behind"
-
-    def together(group):
-        table = RunTable(name="run", folder=str(tmp_path))
-        RunFolder(table, team=MachineTeam.of(group, shares_folder=False)).__enter__()
-
-    messages = refusals(together)
-    assert all("is one folder on machine 0 (node0) and machine 1 (node1)" in text for text in messages)
+    assert all("machine 1 (node1): run.folder: " in text for text in messages)
+    assert all("is not the folder of machine 0 (node0)" in text for text in messages)
+    assert not (tmp_path / "disk1" / "run").exists(), "nothing is left behind"
 
 
 def checkpoints_of(folder, group, **table):
@@ -182,29 +159,15 @@ class FullAtFirst(Checkpointer):
         super().clear_leftovers()
 
 
-def test_all_machines_wait_for_space_on_one_disk(tmp_path):
+def test_all_machines_wait_for_space(tmp_path):
     def save(group):
-        checkpointer = FullAtFirst(tmp_path / f"disk{group.rank}", team=MachineTeam.of(group, shares_folder=False))
-        checkpointer.full_tries = 2 * group.rank  # machine 1's disk
+        checkpointer = FullAtFirst(tmp_path, team=MachineTeam.of(group))
+        checkpointer.full_tries = 2  # the folder is machine 0's to make
         slept = []
         save_with_patience(lambda: checkpointer.save(1, {f"weights/{group.rank}": torch.ones(3)}, {}), slept.append)
         return slept
 
     assert run_machines(2, save) == [[RETRY_S, RETRY_S]] * 2
-
-
-def test_the_best_checkpoint_is_known_to_a_machine_whose_disk_is_new(tmp_path):
-    def losses(group):
-        team = MachineTeam.of(group, shares_folder=False)
-        own = Checkpointer(tmp_path / f"disk{group.rank}", team=team)
-        for step, loss in ((1, 0.5), (2, 0.75)):
-            progress = {"loss": loss, "best_loss": 0.5, "best_step": 1, "since_best": step - 1}
-            own.save(step, {f"weights/{group.rank}": torch.ones(3)}, {"validation": progress})
-        group.channel("saves").gather(None, "the end of the saves")
-        seen = Checkpointer(tmp_path / ("new" if group.rank == 0 else "disk1"), team=team)
-        return joint_losses(seen)
-
-    assert run_machines(2, losses) == [{1: 0.5, 2: 0.75}] * 2
 
 
 @pytest.mark.parametrize(("error", "told"), [(RuntimeError, 1), (BadStepsError, 0)])
@@ -219,4 +182,3 @@ def test_a_fault_of_several_machines_saves_nothing_and_bad_steps_are_none(tmp_pa
         run_machines(2, fault)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert caplog.text.count("spread over 2 machines") == told, "machine 0 tells it"
-    assert caplog.text.count("there is no checkpoint") == told

@@ -1,7 +1,6 @@
 """Whole runs on several machines, each a process of its own that joins the others as under torchrun."""
 
 import re
-import shutil
 import signal
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 
 from tests.support.borrowed_toys import write_toy
 from tests.support.small_machines import ended, small_machines, starter
-from tests.support.small_run import STEPS, tensors_in
+from tests.support.small_run import STEPS
+from torchround.checkpoint.folders import checkpoint_name
 
 __all__ = ["small_machines", "starter"]
 
@@ -34,7 +34,7 @@ def test_machines_train_as_one_machine_with_all_rounds(small_machines, num_machi
     assert one == several and sum(map(bool, one)) == 3
     assert "the run is complete" in first and not any(others)
     assert re.search(r"^network  .* of gradients out and .* s at \S+ Gb/s", first, re.MULTILINE)
-    assert (small_machines.path("several") / "export" / f"step-{STEPS}").is_dir()
+    assert (small_machines.path("several") / "export" / checkpoint_name(STEPS)).is_dir()
     assert [len(line["machines"]["name"]) for line in small_machines.steps("several")] == [num_machines] * STEPS
 
 
@@ -57,23 +57,6 @@ def test_machines_begin_with_the_weights_of_a_released_folder(small_machines, ad
     for name, num_machines in (("one", 1), ("several", 2)):
         small_machines(name, num_machines, *released, *adapted)
     small_machines.assert_same("several", "one")
-
-
-@pytest.mark.parametrize("settings", [LORA, pytest.param((ASYNC,), marks=pytest.mark.nightly)], ids=["lora", "async"])
-def test_machines_continue_with_their_parts_on_disks_of_their_own(small_machines, settings):
-    """With adapters, the frozen weights are in the part of machine 0 alone."""
-    settings = (*settings, "--lr_schedule.decay=none")
-    small_machines("one", 1, *settings)
-    for steps in (2, STEPS):
-        length = f"--training.steps={steps}"
-        ended(small_machines.start("parts", 2, *settings, length, main="small_main_on_own_disk"), 0)
-    joined = small_machines.folder / "joined"
-    for rank in range(2):
-        part = small_machines.folder / f"disk{rank}" / "parts" / "checkpoints" / f"step-{STEPS}"
-        shutil.copytree(part, joined, dirs_exist_ok=True)
-    found, expected = tensors_in(joined), small_machines.state("one")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ from torchround.config import parse_command_line
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.optim.formats import BLOCK
 from torchround.run.checkpoints import MOST_WAIT_S, RETRY_S, save_with_patience
-from torchround.run.run_folder import RunFolder, disk_need
+from torchround.run.run_folder import disk_need
 from torchround.run.several_machines import RunMachines
 
 __all__ = ["small_runs"]
@@ -40,7 +40,7 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_ru
     options = parse_command_line(["--config", "small.toml", "--run.name=run", "--training.steps=1", *mode])
     alone = RunMachines()
     parts = train_model.build(options, alone, alone.planned())
-    need = disk_need(parts.config, parts.folder, parts.question)
+    need = disk_need(parts.folder, parts.question)
     assert small_runs("run", "--training.steps=1", *mode) == 0
     saved, padded_bytes = small_runs.state("run", 1), 0.0
     for name, view in saved.items():
@@ -52,40 +52,9 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_ru
     assert need.checkpoint_bytes == padded_bytes
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        (["interval_steps=0"], 1),
-        (["interval_steps=10"], 3),
-        (["interval_steps=10", "keep_latest_k=0"], 10),
-        (["interval_steps=60", "keep_latest_k=5"], 2),
-        (["interval_steps=10", "keep_every_n_steps=15"], 6),
-    ],
-)
-def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(small_runs, keys, expected):
-    keys = [f"--checkpoint.{key}" for key in keys]
-    config = parse_command_line(["--config", "small.toml", "--training.steps=95", *keys]).config
-    question = SimpleNamespace(
-        parameters=SimpleNamespace(trained=1, frozen=0, by_rule=()),
-        updates=SimpleNamespace(saved_bytes=lambda by_rule: 4),
-        update="sync",
-        element_bytes=2,
-        accumulate_bytes=4,
-    )
-    assert disk_need(config, RunFolder(config.run), question).num_at_once == expected
-
-
-def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_one_that_fills_later_is_a_warning(
-    small_runs, monkeypatch, capsys, caplog
-):
-    often, longer = "--checkpoint.interval_steps=1", ["--training.steps=4", "--lr_schedule.decay=none"]
-    disk_of(monkeypatch, 500_000)
-    assert small_runs("complete", often, "--training.steps=3") == 0
-    assert re.search("takes [^;]+, up to 3 at once; 0.48 MiB are free, so the disk will be full", caplog.text)
-    caplog.clear()
-    # Two are there already, so one more is needed.
-    assert small_runs("complete", often, *longer) == 0
-    assert "disk will be full" not in caplog.text
+def test_a_disk_that_cannot_hold_one_checkpoint_is_refused(small_runs, monkeypatch, capsys):
+    longer = ["--training.steps=4", "--lr_schedule.decay=none"]
+    assert small_runs("complete", *longer) == 0
     disk_of(monkeypatch, 150_000)
     for more in ([], ["--dry-run"]):
         capsys.readouterr()
@@ -98,7 +67,7 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_one_that_fills_la
     # A complete run saves nothing more.
     assert small_runs("complete", *longer) == 0
     disk_of(monkeypatch, None)
-    assert small_runs("elsewhere", often, "--training.steps=1") == 0, "a file system that does not say what is free"
+    assert small_runs("elsewhere", "--training.steps=1") == 0, "a file system that does not say what is free"
 
 
 # The last save.

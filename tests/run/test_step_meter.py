@@ -14,7 +14,7 @@ from torchround.engine.device import CpuDevice
 from torchround.engine.reports import IdleSeconds
 from torchround.layer import LayerWork, Products
 from torchround.observe import host_gib, host_peak_gib
-from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
+from torchround.run.step_meter import StepMeter, flops_per_token, mfu
 
 
 class FinishedStep:
@@ -134,13 +134,17 @@ def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does(
         record(meter)
 
 
+def model_of(*works):
+    return SimpleNamespace(layers=[SimpleNamespace(work=lambda *_, work=work: work) for work in works])
+
+
 def test_mfu_is_model_flops_over_the_peak_of_all_devices():
     # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
     num_weights = 1_000_000
-    flops_per_token = train_flops_per_token([LayerWork((Products(2.0 * num_weights * 512),))], num_tokens=512)
-    assert flops_per_token == 6.0 * num_weights
-    assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
+    counted = flops_per_token(model_of(LayerWork((Products(2.0 * num_weights * 512),))), 512, 2)
+    assert counted == 6.0 * num_weights
+    assert mfu(1e6, counted, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
     assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
     # A frozen weight costs four FLOPs per token.
     works = [LayerWork(), LayerWork((Products(2.0 * 1_000_000, 2.0 * 700_000),))]
-    assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000
+    assert flops_per_token(model_of(*works), 1, 2) == 6.0 * 300_000 + 4.0 * 700_000

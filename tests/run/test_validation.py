@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.small_run import ASYNC, PREDICT, small_runs, stop_after
 from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands.manage_checkpoints import main as manage
 from torchround.run.validation import RunValidation, ValidationProgress, best_of, kept_losses
 
@@ -37,7 +38,7 @@ def test_every_validation_of_a_run_that_predicts_is_of_the_weights_that_its_chec
     validated = {line["step"]: line["validation_loss"] for line in small_runs.steps("run")}
     idle = ("--checkpoint.load=weights", "--training.steps=1", "--optimizer.lr=1e-30")
     for step in (3, 5):
-        start = f"--checkpoint.load_path={small_runs.path('run') / 'checkpoints' / f'step-{step}'}"
+        start = f"--checkpoint.load_path={small_runs.path('run') / 'checkpoints' / checkpoint_name(step)}"
         assert small_runs(f"from-{step}", *predicts, *idle, start) == 0
         assert small_runs.steps(f"from-{step}")[0]["validation_loss"] == validated[step]
 
@@ -54,13 +55,13 @@ def test_the_best_checkpoint_is_kept_listed_and_exported(small_runs, losses, cap
     folder = small_runs.path("run")
     [exported] = (folder / "export").iterdir()
     [file] = exported.glob("*.safetensors")
-    assert exported.name == "step-3"
+    assert exported.name == checkpoint_name(3)
     assert torch.equal(load_file(file)["lm_head.weight"], small_runs.state("run", 3)["weights/head.weight"])
     capsys.readouterr()
     assert manage(["list", str(folder)]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "2.0000, the best" in rows["step-3"] and "3.0000" in rows["step-9"]
-    assert "best" not in rows["step-8"] + rows["step-9"]
+    assert "2.0000, the best" in rows[checkpoint_name(3)] and "3.0000" in rows[checkpoint_name(9)]
+    assert "best" not in rows[checkpoint_name(8)] + rows[checkpoint_name(9)]
 
 
 @pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.nightly), 3, 7])
@@ -94,14 +95,14 @@ def test_a_last_step_that_is_due_to_be_saved_is_saved_once_and_with_its_validati
     interval = ("--validation.interval_steps=3", "--checkpoint.interval_steps=2", "--training.steps=4")
     assert small_runs("run", *LONG, *interval, BEST) == 0
     assert small_runs.saved_state("run", 4)["validation"]["loss"] == 1.0
-    assert capsys.readouterr().out.count("checkpoints/step-4 (") == 1
+    assert capsys.readouterr().out.count(f"checkpoints/{checkpoint_name(4)} (") == 1
 
 
 def test_a_damaged_checkpoint_is_no_candidate(small_runs, losses):
     assert small_runs("run", *LONG, BEST, "--checkpoint.keep_latest_k=0") == 0
     checkpointer = Checkpointer(small_runs.path("run") / "checkpoints")
     assert kept_losses(checkpointer) == {1: 5.0, 2: 4.0, 3: 2.0, 9: 3.0}
-    (checkpointer.folder / "step-3" / "state.json").write_text("{}")
+    (checkpointer.folder / checkpoint_name(3) / "state.json").write_text("{}")
     assert kept_losses(checkpointer) == {1: 5.0, 2: 4.0, 9: 3.0}
 
 
@@ -129,7 +130,7 @@ def test_progress_takes_only_lower_finite_losses_for_better():
         if step < 5:
             assert progress.since_best == {1: 1, 2: 0, 3: 1, 4: 2}[step]
     assert progress == ValidationProgress(2.5, 2.5, 5, 0)
-    assert "no finite loss" in ValidationProgress().after(1, math.nan).stop_reason(1)
+    assert "the best: none" in ValidationProgress().after(1, math.nan).stop_reason(1)
     assert best_of({4: 2.0, 2: 2.0, 6: 3.0}) == 2 and best_of({}) is None
 
 

@@ -7,11 +7,12 @@ import pytest
 from scripts.soak import main, newest
 from tests.support.hostile_cases import forge_file
 from torchround.checkpoint import verify_checkpoint
+from torchround.checkpoint.folders import checkpoint_name
 
 
 def alter_a_weight(run):
     """Flip the last bit of the last checkpoint and make its checksum fit, so that only the comparison can tell."""
-    path = run / "checkpoints" / "step-12"
+    path = run / "checkpoints" / checkpoint_name(12)
     tensors = path / "tensors-00000.safetensors"
     content = bytearray(tensors.read_bytes())
     content[-4] ^= 1

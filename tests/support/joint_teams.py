@@ -12,7 +12,7 @@ class Killed(BaseException):
     """The death of a machine, which nothing catches."""
 
 
-def together(num_machines, work, shared=True, before_exchange=lambda rank: None):
+def together(num_machines, work, before_exchange=lambda rank: None):
     """Return what `work(team)` returns on each machine. Machine r is called `machine r`.
 
     `before_exchange(rank)` may raise `Killed`. The others then fail in their next exchange, as they do once a real
@@ -31,7 +31,7 @@ def together(num_machines, work, shared=True, before_exchange=lambda rank: None)
             barrier.wait()
             return found
 
-        return MachineTeam(rank, names, shared, gather)
+        return MachineTeam(rank, names, gather)
 
     def run(rank):
         try:

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.small_run import tensors_in, working_folder
+from torchround.checkpoint.folders import checkpoint_name
 from torchround.config.validate import RawConfig, validate
 
 __all__ = ["working_folder"]
@@ -55,8 +56,8 @@ def change_config(folder, **changes):
 
 
 def saved(folder, name, step=3):
-    return tensors_in(folder / "outputs" / name / "checkpoints" / f"step-{step}")
+    return tensors_in(folder / "outputs" / name / "checkpoints" / checkpoint_name(step))
 
 
 def exported(folder, step=1):
-    return folder / "outputs" / "small" / "export" / f"step-{step}"
+    return folder / "outputs" / "small" / "export" / checkpoint_name(step)

@@ -18,6 +18,7 @@ import train
 from tests.support.disks import Disk
 from tests.support.small_run import SmallRuns, awaiting_saves, before_step, small_family
 from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.checkpoint.folders import UNFINISHED, checkpoint_name
 from torchround.commands import configured_model
 from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
@@ -114,7 +115,7 @@ def trains_while_the_disk_is(trouble, from_step, to_step, arguments):
 def restore(disk):
     """Check what was saved before, while nothing can be written, and only then end the trouble."""
     newest = Checkpointer(disk.readable).latest_step()
-    verified = verify_checkpoint(disk.readable / f"step-{newest}")
+    verified = verify_checkpoint(disk.readable / checkpoint_name(newest))
     print(f"verified step {verified} in trouble", flush=True)
     disk.end_trouble()
 
@@ -135,7 +136,7 @@ def hangs(where, step, arguments):
             time.sleep(0.01)
 
     def hook(name, details):
-        if name == "open" and f"step-{step}.tmp/state" in str(details[0]):
+        if name == "open" and f"{checkpoint_name(step, UNFINISHED)}/state" in str(details[0]):
             hang()
 
     early_end.time = SimpleNamespace(monotonic=clock)

@@ -1,6 +1,5 @@
 """Small runs on several machines: the real command on a tiny model, each machine a process that joins the others."""
 
-import os
 import sys
 import time
 from functools import partial
@@ -33,12 +32,6 @@ def small_main(arguments):
     return train.main(arguments)
 
 
-def small_main_on_own_disk(arguments):
-    """Be `train.py` on a machine that keeps its part of each checkpoint in `disk<rank>`."""
-    folder = f"--run.folder=disk{os.environ['RANK']}"
-    return small_main([*arguments, "--machines.checkpoints=own", folder])
-
-
 class SmallMachines(SmallRuns):
     """A folder in which runs on any number of machines are made by name. All machines share the runs' folders."""
 
@@ -48,12 +41,13 @@ class SmallMachines(SmallRuns):
         super().__init__(folder, lines=400)
         self.starter = starter
 
-    def start(self, name, num_machines, *overrides, main="small_main"):
+    def start(self, name, num_machines, *overrides):
         """Start a run of `ALL_ROUNDS` rounds together. One machine needs no others."""
         rounds = ALL_ROUNDS // num_machines
         arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED, f"--engine.rounds={rounds}"]
-        function = f"tests.support.small_machines:{main}"
-        return self.starter.start(num_machines, function, [*arguments, *overrides], folder=self.folder)
+        return self.starter.start(
+            num_machines, "tests.support.small_machines:small_main", [*arguments, *overrides], folder=self.folder
+        )
 
     def start_agent(self, name, port, num_machines, *overrides):
         """Start an agent of torchrun with one process of a run of two machines."""

@@ -51,7 +51,7 @@ def advanced(progress, now, times, step_s):
 
 @pytest.fixture
 def saving(now):
-    return partial(advanced, Progress("saving step-5", 40, "{} MiB".format), now)
+    return partial(advanced, Progress("saving", 40, "{} MiB".format), now)
 
 
 def test_long_work_prints_a_line_now_and_then_and_quick_work_nothing(saving, capsys):
@@ -59,7 +59,7 @@ def test_long_work_prints_a_line_now_and_then_and_quick_work_nothing(saving, cap
     assert capsys.readouterr() == ("", "")
     saving(times=16, step_s=EVERY_S / 5)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"saving step-5: {done} MiB of 40 MiB ({done * 5 // 2} %)" for done in (10, 20, 30, 40)]
+    assert lines == [f"saving: {done} MiB of 40 MiB ({done * 5 // 2} %)" for done in (10, 20, 30, 40)]
 
 
 def test_work_of_unknown_size_is_counted_and_a_hostile_name_is_escaped(now, capsys):

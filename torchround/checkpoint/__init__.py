@@ -1,7 +1,6 @@
 """Checkpoints: written straight from the training state and read back into it, whole or not at all."""
 
 from torchround.checkpoint.checkpointer import Checkpointer
-from torchround.checkpoint.conversion import Conversion, Converter, Layout
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -18,12 +17,9 @@ from torchround.checkpoint.tensor_file import SaveWatch
 __all__ = [
     "CheckpointError",
     "Checkpointer",
-    "Conversion",
-    "Converter",
     "DamagedCheckpointError",
     "FolderError",
     "ForeignCheckpointError",
-    "Layout",
     "Loaded",
     "MachineTeam",
     "NoCheckpointError",

@@ -1,8 +1,9 @@
-"""The folders of checkpoints by name: which are complete, which are leftovers, and how one appears or goes.
+"""The folders of checkpoints: their names, which are complete, and how one appears or goes, also in a power cut.
 
-A save writes `step-N.tmp`, syncs every file and the folder, renames it to `step-N` and syncs the parent. Only a renamed
-folder is a checkpoint. An old checkpoint is renamed to `.trash` before it is deleted. A kill at any moment therefore
-leaves complete checkpoints and leftovers, and the next save removes the leftovers. Names of folders:
+A save writes the folder of a step under an unfinished name, syncs every file and the folder, renames it to the step's own
+name and syncs the parent. Only a folder with that name is a checkpoint. An old checkpoint gets a third name before it is
+deleted. A kill at any moment therefore leaves complete checkpoints and leftovers, and the next save removes the leftovers.
+This file alone spells the names:
 
     step-N            complete
     step-N.tmp        being written, or left by a killed save
@@ -11,20 +12,19 @@ leaves complete checkpoints and leftovers, and the next save removes the leftove
 """
 
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchround.checkpoint.fsync import sync_entry
-
 logger = logging.getLogger(__name__)
 
+UNFINISHED, DELETED, REPLACED = ".tmp", ".trash", ".replaced"
 _NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
 
 
 def checkpoint_name(step: int, suffix: str = "") -> str:
-    """Return the name of a step's folder. No other place spells it."""
     return f"step-{step}{suffix}"
 
 
@@ -60,53 +60,34 @@ class StepFolders:
         self.delete(self.leftovers())
 
     def publish(self, step: int) -> None:
-        """Make the written folder of a step its checkpoint. A former one steps aside, until `delete_replaced`."""
-        path = self.named(step)
+        """Make the written folder of a step its checkpoint, and delete a former one."""
+        path, replaced = self.named(step), self.named(step, REPLACED)
         # A folder that is not empty cannot be renamed over.
-        if _exists(path):
-            path.rename(self.named(step, ".replaced"))
-        self.named(step, ".tmp").rename(path)
+        if os.path.lexists(path):
+            path.rename(replaced)
+        self.named(step, UNFINISHED).rename(path)
         # The new name must be on the disk before the former folder is deleted.
         sync_entry(self.folder)
-
-    def delete_replaced(self, step: int) -> None:
-        """Delete the former checkpoint of a step, if the new one has replaced one."""
-        self.delete(path for path in self.variants(step) if path.suffix)
-
-    def variants(self, step: int) -> list[Path]:
-        """Return the folders that a step's checkpoint may be in: its own, and one that it replaces."""
-        return [path for suffix in ("", ".replaced") if _exists(path := self.named(step, suffix))]
-
-    def take_back(self, step: int) -> None:
-        """Undo `publish`: delete the step's checkpoint, and put the one before it back."""
-        path, replaced = self.named(step), self.named(step, ".replaced")
-        if _exists(path):
-            self.delete([path])
-        if _exists(replaced) and not _exists(path):
-            replaced.rename(path)
+        if os.path.lexists(replaced):
+            self.delete([replaced])
 
     def delete(self, paths: Iterable[Path]) -> None:
         """Delete folders. One that cannot be deleted costs space, not the run: it stays, with a warning."""
         for path in list(paths):
             try:
-                # Renamed first: a half-deleted folder must never be listed as a checkpoint.
                 if path.is_symlink():
-                    # A checkpoint that was moved to another disk, with a link in its place. What the link points to
-                    # is outside this folder, so it stays.
-                    logger.warning(
-                        "%s is a link, so only the link is deleted; %s stays", path, path.readlink()
-                    )
-                    path.unlink()
+                    path.unlink()  # the target is outside this folder, so it stays
                     continue
-                if path.suffix not in (".tmp", ".trash"):
-                    path = path.rename(path.with_name(path.name.removesuffix(".replaced") + ".trash"))
+                # Renamed first: a half-deleted folder must never be listed as a checkpoint.
+                if path.suffix not in (UNFINISHED, DELETED):
+                    path = path.rename(path.with_name(path.name.removesuffix(REPLACED) + DELETED))
                 shutil.rmtree(path)
             except OSError as error:
                 logger.warning("could not delete the old checkpoint %s: %s; it still uses space", path, error)
 
     def _counts(self, step: int, suffix: str | None) -> bool:
         """Whether a folder is the checkpoint of its step. A replaced one is, if it is all that is left."""
-        return not suffix or (suffix == ".replaced" and not self.named(step).exists())
+        return not suffix or (suffix == REPLACED and not self.named(step).exists())
 
     def _entries(self) -> list[tuple[Path, int, str | None]]:
         """Return (path, step, suffix) of the folders named as this class names them."""
@@ -120,6 +101,42 @@ class StepFolders:
         ]
 
 
-def _exists(path: Path) -> bool:
-    """Return whether there is a folder or a link at `path`, also a link to a disk that is not there."""
-    return path.exists() or path.is_symlink()
+# A file or a name that is not synced may be lost or empty after a power cut.
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a new file, and return once its bytes are on the disk. Raises `FileExistsError` if it exists."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_entry(path: Path) -> None:
+    """Put a file's bytes, or a folder's names and renames, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create `path` and its parents, and sync each new name in the folder above it."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_entry(path.parent)
+
+
+def free_bytes_at(path: Path) -> int | None:
+    """Return the free bytes of the disk that `path` is, or will be, on. None if the file system does not say."""
+    existing = next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), None)
+    try:
+        usage = shutil.disk_usage(existing or "/")
+    except OSError:
+        return None
+    # Some file systems of networks have no total, and then no free bytes either.
+    return usage.free if usage.total else None

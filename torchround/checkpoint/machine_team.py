@@ -13,27 +13,22 @@ from torchround.machines.group import LaunchError, MachineGroup
 
 @dataclass(frozen=True)
 class MachineTeam:
-    """The machines of a run as a checkpoint sees them.
+    """The machines of a run as a checkpoint sees them. All work in one folder, where machine 0 makes and deletes checkpoints.
 
     `gather(value, what)` returns every machine's JSON value in the order of their ranks, and blocks until all have
-    come; `what` is for messages. With `shares_folder` all machines work in one folder, and machine 0 makes, publishes
-    and deletes checkpoints in it. Otherwise each has a folder on its own disk, with its own tensor files beside the
-    state and the manifest of the whole checkpoint.
+    come; `what` is for messages.
     """
 
     rank: int = 0
     names: Sequence[str] = ("this machine",)
-    shares_folder: bool = True
     gather: Callable[[Any, str], list[Any]] = lambda value, what: [value]
 
     @classmethod
-    def of(
-        cls, group: MachineGroup | None, shares_folder: bool = True, channel: str = "saves"
-    ) -> "MachineTeam":
+    def of(cls, group: MachineGroup | None, channel: str = "saves") -> "MachineTeam":
         """Return the team of a run's machines; a team of one for None. One thread at a time may use it."""
         if group is None:
-            return cls(shares_folder=shares_folder)
-        return cls(group.rank, tuple(map(str, group.machines)), shares_folder, group.channel(channel).gather)
+            return cls()
+        return cls(group.rank, tuple(map(str, group.machines)), group.channel(channel).gather)
 
     @property
     def size(self) -> int:
@@ -42,16 +37,6 @@ class MachineTeam:
     @property
     def is_alone(self) -> bool:
         return self.size == 1
-
-    @property
-    def is_part(self) -> bool:
-        """Whether each machine's folder holds a part of each checkpoint."""
-        return not (self.shares_folder or self.is_alone)
-
-    @property
-    def keeps_folder(self) -> bool:
-        """Whether this machine makes, publishes and deletes the checkpoints of its folder."""
-        return self.rank == 0 or not self.shares_folder
 
     def together(
         self,

@@ -10,7 +10,7 @@ import json
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ from torchround.untrusted.strict_json import parse_json
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 FORMAT = 3
-"""The format that is written. From 3 on, optimizers have state of their own, and weights may be split in two."""
-FIRST_FORMAT = 2
-"""The oldest format that is read."""
+"""The format that is written and read."""
 CHECKSUM = "xxh3_128"
 """Key of a checksum in the manifest: XXH3 with 128 bits, as 32 hexadecimal digits."""
 
@@ -36,7 +34,7 @@ MOST_STATE_BYTES = 2**28
 FILES_PER_MACHINE = 100_000  # the number of a machine's first tensor file is its rank times this
 
 _CHECKSUM = re.compile("[0-9a-f]{32}")
-_FILE_NAME = re.compile(r"state\.json|tensors-(\d{5,})\.safetensors")
+_FILE_NAME = re.compile(r"state\.json|tensors-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -49,37 +47,29 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The step of a checkpoint, every other file of its folder, and the number of the folder's format."""
+    """The step of a checkpoint, and every other file of its folder."""
 
     step: int
     files: dict[str, FileRecord]
-    format: int = field(default_factory=lambda: FORMAT)
 
     def encode(self) -> bytes:
         files = {
             n: {"size_bytes": file.size_bytes, CHECKSUM: file.checksum} for n, file in self.files.items()
         }
-        content: dict[str, Any] = {"format": self.format, "step": self.step, "files": files}
+        content: dict[str, Any] = {"format": FORMAT, "step": self.step, "files": files}
         content[CHECKSUM] = checksum_of(json.dumps(content).encode())
         return json.dumps(content, indent=1).encode()
 
-    @property
-    def checksum(self) -> str:
-        """The checksum of the whole manifest, the same for every part of a checkpoint."""
-        return checksum_of(self.encode())
-
 
 def checksum_of(content: bytes) -> str:
-    """Return the checksum of bytes as the manifest writes it."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) -> Manifest:
+def read_manifest(folder: Path, step: int | None = None) -> Manifest:
     """Read the folder's manifest, and check that every file it lists is there with its size. Contents are not read.
 
-    With `is_part` other machines may have some of the files. Raises `DamagedCheckpointError` naming the folder and the
-    part, also if the manifest is not of the given `step`, and `ForeignCheckpointError` for a format that this version does
-    not read.
+    Raises `DamagedCheckpointError` naming the folder and the part, also if the manifest is not of the given `step`, and
+    `ForeignCheckpointError` for a format that this version does not read.
     """
     written = _read(folder, MANIFEST_FILE, MOST_MANIFEST_BYTES)
     content = _parse(folder, MANIFEST_FILE, written)
@@ -89,8 +79,8 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
             str(name): FileRecord(record["size_bytes"], record[CHECKSUM])
             for name, record in content["files"].items()
         }
-        manifest = Manifest(content["step"], files, content["format"])
-        numbers = [manifest.step, manifest.format, *(record.size_bytes for record in files.values())]
+        manifest = Manifest(content["step"], files)
+        numbers = [manifest.step, *(record.size_bytes for record in files.values())]
         # The values end up in messages, so each must be plain before they are compared as text.
         is_plain = all(map(_is_count, numbers)) and all(
             _CHECKSUM.fullmatch(record.checksum) for record in files.values()
@@ -98,7 +88,7 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
         unaltered = is_plain and manifest.encode() == written
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         unaltered = False
-    if not unaltered or STATE_FILE not in files or not FIRST_FORMAT <= manifest.format <= FORMAT:
+    if not unaltered or STATE_FILE not in files:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} was altered")
     if step is not None and manifest.step != step:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is of step {manifest.step}")
@@ -107,12 +97,8 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
             raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists the strange file {name!r}")
         try:
             status = (folder / name).lstat()
-        except FileNotFoundError:
-            if is_part:
-                continue
-            raise DamagedCheckpointError(folder, missing_part(folder, manifest)) from None
         except OSError as error:
-            raise DamagedCheckpointError(folder, f"{name} is missing: {error}") from error
+            raise DamagedCheckpointError(folder, f"{name} is missing: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):
             raise DamagedCheckpointError(folder, f"{name} is not an ordinary file")
         if status.st_size != record.size_bytes:
@@ -122,34 +108,15 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
     return manifest
 
 
-def missing_part(folder: Path, manifest: Manifest, machine: int | None = None) -> str:
-    """Return which file is missing in the folder and how to find it, "" if none is. Given a `machine`, of its own files."""
-    numbers = {name: int(match[1] or 0) for name in manifest.files if (match := _FILE_NAME.fullmatch(name))}
-    num_machines = max(numbers.values()) // FILES_PER_MACHINE + 1
-    for name, number in numbers.items():
-        saver = number // FILES_PER_MACHINE
-        if machine not in (None, saver) or (folder / name).exists():
-            continue
-        if num_machines == 1:
-            return f"{name} is missing"
-        return (
-            f"{name} is missing; machine {saver} of the run saved it. If each machine kept its part on its own disk "
-            f'(machines.checkpoints = "own"), start {num_machines} machines with the same ranks, or put the files of all '
-            "parts into this folder"
-        )
-    return ""
-
-
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """Encode `state` as JSON; tuples come back as lists. Raises `ValueError` for values that JSON cannot give back."""
+    """Encode `state` as JSON; tuples come back as lists. Raises `ValueError` for values that JSON cannot hold."""
     try:
-        _require_text_keys(state)
         encoded = json.dumps(dict(state)).encode()
-        if len(encoded) > MOST_STATE_BYTES:
-            raise ValueError(f"{len(encoded)} bytes are more than the {MOST_STATE_BYTES} that it may have")
-        return encoded
     except (TypeError, ValueError) as error:
         raise ValueError(f"the checkpoint's state cannot be stored as JSON: {error}") from error
+    if len(encoded) > MOST_STATE_BYTES:
+        raise ValueError(f"the checkpoint's state is larger than {MOST_STATE_BYTES} bytes: {len(encoded)}")
+    return encoded
 
 
 def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -167,18 +134,12 @@ def check_file(folder: Path, name: str, manifest: Manifest, found: str) -> None:
 
 
 def _refuse_other_formats(folder: Path, content: dict[str, Any]) -> None:
-    """Raise `ForeignCheckpointError` for the manifest of a later version, or of the format before the first release.
-
-    A later version's manifest has a higher number, and the checksum at its end fits.
-    """
-    found, given = content.get("format", 0), content.get(CHECKSUM)
+    """Raise `ForeignCheckpointError` for the manifest of another version: of another number, with a checksum that fits."""
+    found, given = content.get("format"), content.get(CHECKSUM)
     rest = {key: value for key, value in content.items() if key != CHECKSUM}
-    is_newer = _is_count(found) and found > FORMAT and checksum_of(json.dumps(rest).encode()) == given
-    if is_newer or (found == 1 and "crc32" in content):
+    if _is_count(found) and found != FORMAT and checksum_of(json.dumps(rest).encode()) == given:
         raise ForeignCheckpointError(
-            folder,
-            f"it has format {found}, and this version reads formats {FIRST_FORMAT} to {FORMAT}; use "
-            f"{'a newer version' if is_newer else 'the version that wrote it'}",
+            folder, f"format {found} is not read, only format {FORMAT}; use the version that wrote it"
         )
 
 
@@ -201,15 +162,3 @@ def _parse(folder: Path, name: str, encoded: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DamagedCheckpointError(folder, f"{name} is not a JSON object")
     return content
-
-
-def _require_text_keys(value: Any) -> None:
-    """Raise `TypeError` for a key that is not text: JSON would silently turn a number into text."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is not text")
-            _require_text_keys(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _require_text_keys(item)

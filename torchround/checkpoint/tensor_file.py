@@ -3,30 +3,30 @@
 The safetensors library serialises to a second copy in memory. The format needs none: 8 bytes header length (little
 endian), a JSON header with dtype, shape and offsets by name, then the tensors' bytes. The library reads the files
 written here. Unlike a pickle, nothing in them is ever executed.
+
+A checkpoint is about as large as the host memory that training leaves free. If the kernel cached it, its pages would
+push out everything else, and taking each new page costs several times what the disk does (docs/benchmarks.md). Cached
+pages are therefore given back piece by piece, in writing and in reading.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
-from torchround.checkpoint.conversion import Layout, layout_of
-from torchround.checkpoint.uncached_io import (
-    LARGEST_BLOCK_BYTES,
-    PIECE_BYTES,
-    SMALLEST_BLOCK_BYTES,
-    DirectFile,
-    UncachedPass,
-)
 from torchround.untrusted.regular_file import open_regular
 from torchround.untrusted.tensor_header import LENGTH_BYTES, read_tensor_header
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of tensors, by name."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -48,8 +48,8 @@ ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 # A file takes no further tensor once it holds this much. Files stay small enough to copy and check one by one.
 FILE_BYTES = 2**30
 
-# Norms, biases and sinks of one file may be copied up to this size; nothing large has a second copy.
-_MOST_COPIED_BYTES = 2**24
+# One request to the disk: large compared with the cost of the request.
+PIECE_BYTES = 2**23
 # Enough for about 80,000 tensors. The safetensors library reads up to 100 MB, but parsed JSON takes several times its
 # size in memory.
 _MAX_HEADER_BYTES = 2**24
@@ -99,13 +99,51 @@ class Unwatched:
     raise_if_abandoned = reading = finished_reading = finish_reading = before_publishing = _ignore
 
 
+class UncachedPass:
+    """One pass over the open file `descriptor`, front to back, in pieces that go into the checksum.
+
+    The checksum is XXH3 with 128 bits: it finds damage by accident, not by an attacker.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._hash = xxhash.xxh3_128()
+        self._passed_bytes = self._dropped_bytes = 0
+
+    def pieces(self, memory: memoryview) -> Iterator[memoryview]:
+        """Yield `memory` in pieces. The caller has transferred a piece by the time it asks for the next one."""
+        for start in range(0, len(memory), PIECE_BYTES):
+            piece = memory[start : start + PIECE_BYTES]
+            yield piece
+            self._hash.update(piece)
+            self._passed_bytes += len(piece)
+            if self._passed_bytes - self._dropped_bytes >= PIECE_BYTES:
+                self._drop_until(self._passed_bytes)
+                self._dropped_bytes = self._passed_bytes
+
+    def end(self) -> str:
+        """Drop the last pages, once all is transferred and synced. Returns the checksum as 32 hexadecimal digits."""
+        self._drop_until(0)
+        return self._hash.hexdigest()
+
+    def _drop_until(self, end: int) -> None:
+        """Advise the kernel to drop the file's pages from the start to `end`; 0 is the end of the file.
+
+        Pages that are not on the disk yet are only sent there, and dropped by the next call. That starts the disk at
+        once, which would otherwise idle until the kernel has enough dirty pages. A kernel that refuses the advice
+        keeps the pages.
+        """
+        if hasattr(os, "posix_fadvise"):  # Linux, FreeBSD
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, 0, end, os.POSIX_FADV_DONTNEED)
+
+
 def plan_files(
     tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES, first_number: int = 0
 ) -> list[TensorFile]:
     """Spread `tensors` over files in the order given, a new file after each `file_bytes`.
 
-    The files are numbered from `first_number` on. Within a file, tensors that are whole blocks of a disk come first, in
-    that order, and the others last. Raises `ValueError` naming a tensor that cannot be written in place.
+    The files are numbered from `first_number` on. Raises `ValueError` naming a tensor that cannot be written in place.
     """
     groups: list[dict[str, Tensor]] = []
     filled_bytes = file_bytes
@@ -131,25 +169,25 @@ def write_tensor_file(
 
     `advance` receives the number of bytes of each write.
     """
-    with closing(DirectFile(path)) as out, closing(UncachedPass(out.fileno())) as one_pass:
+    # Unbuffered: a buffer would only copy. Each write may transfer a part.
+    with open(path, "xb", buffering=0) as out:
+        one_pass = UncachedPass(out.fileno())
 
         def write(memory: memoryview) -> None:
             for piece in one_pass.pieces(memory):
                 watch.raise_if_abandoned()
-                out.write(piece)
+                rest = piece
+                while rest:
+                    rest = rest[out.write(rest) :]
                 advance(len(piece))
 
-        copies = _copy_odd(file, watch)
         write(memoryview(file.header))
         for name, tensor in file.tensors.items():
-            if name in copies:
-                write(copies.pop(name))
-                continue
             watch.reading(tensor)
             write(memory_of(tensor))
             watch.finished_reading(name)
         # The pages can only be dropped once they are on the disk.
-        out.sync()
+        os.fsync(out.fileno())
         checksum = one_pass.end()
     watch.raise_if_abandoned()
     return checksum
@@ -186,7 +224,8 @@ def read_tensor_file(path: Path, layout: Layout, tensors: Mapping[str, Tensor]) 
     early.
     """
     sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in layout.items()}
-    with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
+    with open_regular(path) as file:
+        one_pass = UncachedPass(file.fileno())
         _read_past(file, one_pass, os.fstat(file.fileno()).st_size - sum(sizes.values()))
         for name, nbytes in sizes.items():
             if name in tensors:
@@ -198,7 +237,8 @@ def read_tensor_file(path: Path, layout: Layout, tensors: Mapping[str, Tensor]) 
 
 def checksum_file(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
     """Return the checksum of a file of any size. `advance` receives the number of bytes of each step."""
-    with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
+    with open_regular(path) as file:
+        one_pass = UncachedPass(file.fileno())
         _read_past(file, one_pass, os.fstat(file.fileno()).st_size, advance)
         return one_pass.end()
 
@@ -218,9 +258,8 @@ def _read_past(
     file: FileIO, one_pass: UncachedPass, nbytes: int, advance: Callable[[int], object] = lambda nbytes: None
 ) -> None:
     """Read `nbytes` for their checksum alone. Raises `ValueError` if the file ends first."""
-    # Two pieces: one to read into while the other one is hashed.
-    scratch = memoryview(bytearray(min(nbytes, 2 * PIECE_BYTES)))
-    for start in range(0, nbytes, 2 * PIECE_BYTES):
+    scratch = memoryview(bytearray(min(nbytes, PIECE_BYTES)))
+    for start in range(0, nbytes, PIECE_BYTES):
         step = scratch[: nbytes - start]
         _read_into(file, one_pass, step)
         advance(len(step))
@@ -232,45 +271,27 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
-    # Whole blocks of the disk come first: behind a tensor of another size nothing could be written in place. Among the
-    # others, wide elements come first, so that each is aligned to its element, as safetensors' own writer has it.
+    # Tensors of odd sizes come last, wide elements first, so that each tensor is aligned to its element, as in the files of
+    # safetensors' own writer. The others stay in order: an update waits until its layer's tensors are read.
     def sort_key(item: tuple[str, Tensor]) -> tuple[bool, int]:
-        return _is_odd(item[1]), -item[1].element_size() if _is_odd(item[1]) else 0
+        is_odd = item[1].nbytes % 8 != 0
+        return is_odd, -item[1].element_size() if is_odd else 0
 
     ordered = dict(sorted(tensors.items(), key=sort_key))
-    return TensorFile(name, ordered, encode_header(layout_of(ordered), LARGEST_BLOCK_BYTES))
+    return TensorFile(name, ordered, encode_header(layout_of(ordered)))
 
 
-def encode_header(layout: Layout, block_bytes: int) -> bytes:
-    """Return the beginning of a file of these tensors, whose bytes follow in this order.
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
-    Spaces, which JSON ignores, fill it up to a multiple of `block_bytes`.
-    """
+
+def encode_header(layout: Layout) -> bytes:
+    """Return the beginning of a file of these tensors, whose bytes follow in this order; its length is a multiple of 8."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in layout.items():
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
-    text += b" " * (-(LENGTH_BYTES + len(text)) % block_bytes)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % 8)  # JSON ignores spaces
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _is_odd(tensor: Tensor) -> bool:
-    return tensor.nbytes % SMALLEST_BLOCK_BYTES != 0
-
-
-def _copy_odd(file: TensorFile, watch: SaveWatch) -> dict[str, memoryview]:
-    """Copy the tensors that come last in the file because of their size, if they are small.
-
-    Their reading is finished at once, so that no update of a layer waits until the end of the file is written.
-    """
-    copies: dict[str, memoryview] = {}
-    left_bytes = _MOST_COPIED_BYTES
-    for name, tensor in file.tensors.items():
-        if _is_odd(tensor) and tensor.nbytes <= left_bytes:
-            watch.reading(tensor)
-            copies[name] = memoryview(bytes(memory_of(tensor)))
-            watch.finished_reading(name)
-            left_bytes -= tensor.nbytes
-    return copies

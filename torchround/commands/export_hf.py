@@ -2,7 +2,7 @@
 
 It holds the config, safetensors with an index, the tokenizer's files, the settings of generation and a model card.
 
-    torchround export_hf outputs/my-run/checkpoints/step-1000 my-model --config outputs/my-run/config.toml
+    torchround export_hf CHECKPOINT my-model --config outputs/my-run/config.toml
 
 A checkpoint may be another person's, and could name any file of yours. So a run that took files from a folder
 (`model.hf_path`, `tokenizer.path`, `tokenizer.chat_template`) or has a `model.module` needs `--config`, its own config, or
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from torchround.checkpoint import CheckpointError, verify_checkpoint
-from torchround.checkpoint.fsync import make_folder, sync_entry
+from torchround.checkpoint.folders import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_saved_model
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
+    add("checkpoint", type=Path, help="folder of one checkpoint, in a run's checkpoints")
     add("output", type=Path, help="new folder")
     add("--config", help="the run's config, as it was trained or in its folder")
     add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")

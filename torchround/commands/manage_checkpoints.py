@@ -3,7 +3,7 @@
     torchround checkpoint list outputs/my-run
     torchround checkpoint verify outputs/my-run
 
-The folder is a run's, or its `checkpoints`; `verify` also takes one `step-N`, reads every byte and compares checksums.
+The folder is a run's, or its `checkpoints`; `verify` also takes one checkpoint, reads every byte and compares checksums.
 
 Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an argument cannot be used.
 """

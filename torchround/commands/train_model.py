@@ -17,7 +17,6 @@ from torchround.accelerators import deterministic_operations
 from torchround.checkpoint import (
     CheckpointError,
     MachineTeam,
-    NoCheckpointError,
     checkpoint_name,
     open_checkpoint,
 )
@@ -57,7 +56,7 @@ from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import (
     given_folder,
-    require_same_optimizer,
+    require_same_model,
     require_steps_left,
     resumable,
     resumed_stale_layers,
@@ -208,30 +207,25 @@ def count_steps(config: Config, loader: Loader, folder: RunFolder) -> int:
 
 
 def run_folder(options: Options, machines: RunMachines) -> RunFolder:
-    team = MachineTeam.of(machines.group, options.config.machines.checkpoints == "shared")
-    return RunFolder(options.config.run, team)
+    return RunFolder(options.config.run, MachineTeam.of(machines.group))
 
 
 def check_start(options: Options, machines: RunMachines) -> None:
-    """Raise `RunError` if there is no checkpoint to start from, or one of another optimizer.
+    """Raise `RunError` if there is no checkpoint to start from, or one of another model or optimizer.
 
     Only names, sizes and states of checkpoints are looked at; loading reads the tensors.
     """
-    config, folder = options.config, run_folder(options, machines)
-    path, checkpointer = given_folder(config), folder.checkpointer()
+    config, checkpointer = options.config, run_folder(options, machines).checkpointer()
+    path = given_folder(config)
     if path is not None and not checkpointer.checkpoints():
-        step = None
         try:
-            step = open_checkpoint(path, checkpointer.is_part).step
+            step = open_checkpoint(path).step
         except CheckpointError as error:
-            # The checkpoint may be on the disks of other machines, and loading asks all.
-            may_be_elsewhere = checkpointer.is_part and not folder.team.is_alone
-            if not (isinstance(error, NoCheckpointError) and may_be_elsewhere):
-                raise RunError(f"checkpoint.load_path: {error}") from error
+            raise RunError(f"checkpoint.load_path: {error}") from error
         steps_are_known = config.training.steps is not None or config.data.epochs is None
-        if step is not None and config.checkpoint.load == "all" and steps_are_known:
+        if config.checkpoint.load == "all" and steps_are_known:
             require_steps_left(config, path, step)
-    require_same_optimizer(config, checkpointer)
+    require_same_model(config, checkpointer)
 
 
 def dry_run(options: Options) -> int:
@@ -247,7 +241,7 @@ def dry_run(options: Options) -> int:
     if named is not None:
         say("planned for the machine that the config names (--machines.card none: for this one)")
     show_plan(parts.hardware, report_plan(parts.question))
-    need = disk_need(parts.config, parts.folder, parts.question)
+    need = disk_need(parts.folder, parts.question)
     say(f"disk: {need.text()}")
     if named is None:  # the disk of another machine is not known
         need.require_one()
@@ -291,7 +285,7 @@ def description(parts: RunParts) -> str:
         f"data     {sources}: {training.global_batch_size} sequences of {training.seq_len} tokens per step",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {size_text(host.total_bytes)} ({host.text()})",
-        f"disk     {disk_need(config, parts.folder, parts.question).text()}",
+        f"disk     {disk_need(parts.folder, parts.question).text()}",
     ]
     if machines.group is not None:
         lines.append(f"machines {machines.size}: {', '.join(machines.names)}")
@@ -313,12 +307,6 @@ def export_result(folder: RunFolder, config: Config) -> None:
     assert step is not None, "a complete run has a checkpoint"
     checkpoint = folder.checkpoints / checkpoint_name(step)
     output = folder.path / "export" / checkpoint.name
-    if checkpointer.is_part and not folder.team.is_alone:
-        say(
-            f"not exported: each machine has its own part of {checkpoint}; put the files of all parts into one folder, "
-            "and torchround export_hf exports it"
-        )
-        return
     if output.exists():
         return  # a complete run that is started again has exported already
     try:

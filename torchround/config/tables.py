@@ -197,7 +197,7 @@ class CheckpointTable(Table):
     """Checkpoints whose step this number divides are kept for ever; 0 keeps no others."""
 
     export: Literal["off", "weights", "adapters"] = "off"
-    """Export of a complete run to `export/step-N` of its folder, in Hugging Face format, or of its `adapters` for PEFT."""
+    """Export of a complete run to the folder `export` of its own, in Hugging Face format, or of its `adapters` for PEFT."""
 
     load_path: Name | None = None
     """Folder of a checkpoint to start from if the run's own folder holds none. Default: fresh weights from `run.seed`."""
@@ -214,10 +214,6 @@ class MachinesTable(Table):
 
     connections: Annotated[int, Field(ge=1, le=16)] = 4
     """Connections between each two machines that carry gradients and weights. One connection carries 15 to 19 Gb/s at most."""
-
-    checkpoints: Literal["shared", "own"] = "shared"
-    """`shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it is on each machine's disk
-    and holds that machine's parts, from which as many machines resume."""
 
     share_host: bool = False
     """Whether several processes may run on one host, each as a machine with a share of it, for tests."""

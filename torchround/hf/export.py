@@ -178,6 +178,6 @@ def _write(out: BinaryIO, tensors: Sequence[ExportedTensor], files: TensorFiles)
     # Wide elements first: each tensor is then aligned to its element, as in files of the safetensors library.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     layout = {tensor.name: (tensor.dtype, tuple(tensor.source.shape)) for tensor in ordered}
-    out.write(encode_header(layout, block_bytes=8))
+    out.write(encode_header(layout))
     for tensor in ordered:
         out.writelines(memory_of(piece) for piece in tensor.pieces(files))

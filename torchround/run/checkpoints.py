@@ -14,10 +14,10 @@ from torchround.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
-    Loaded,
     NoSpaceError,
     SaveWatch,
     checkpoint_name,
+    verify_checkpoint,
 )
 from torchround.config import Config
 from torchround.data import DataError, Loader
@@ -28,14 +28,14 @@ from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import MachineError
 from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
-from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked
+from torchround.run.resume import find_checkpoint, warn_of_changes
 from torchround.run.run_folder import RunError, RunFolder
-from torchround.run.saved_forms import SavedForms
-from torchround.run.validation import ValidationProgress, best_of, joint_losses, loss_in
+from torchround.run.validation import ValidationProgress, best_of, kept_losses, loss_in
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
 
+MOST_TOKENS = 2**62  # a count above it is none that a run saved
 RETRY_S, MOST_WAIT_S = 10, 60  # between two tries of the last save on a full disk, and in all
 
 
@@ -79,11 +79,6 @@ class RunCheckpoints:
         self._saved_validation: ValidationProgress | None = None
         self._first_step = 0
         self._reported_step = 0
-        # Whether the run waits for a save, which then says how far it is. Beside a save that nothing waits for, the
-        # console has the steps.
-        self._waits = False
-        # The checkpoints that `validation.keep_best` chooses from: step -> validation loss.
-        self._validation_losses: dict[int, float] = {}
         # Position of each save under way, oldest first, and its future result: the line that reports it.
         self._under_way: deque[tuple[RunPosition, Save[str]]] = deque()
 
@@ -92,24 +87,24 @@ class RunCheckpoints:
         """Position after the newest step that was dispatched."""
         return self.positions[-1]
 
-    def complete_step(self, loader: Loader) -> int | None:
+    def complete_step(self) -> int | None:
         """Return the step of the newest checkpoint if it reaches `training.steps` and verifies, otherwise None.
 
-        Every byte of it is read. Otherwise a run with a damaged last checkpoint would be called complete. Raises
-        `RunError` if it was trained with other settings than the config's, or on other data than the loader's.
+        Every byte of it is read. Otherwise a run with a damaged last checkpoint would be called complete. A warning names
+        settings that have changed since: nothing is trained with the new ones.
         """
-        step = max(self._checkpointer.whole_steps(), default=None)
-        if step is None or step < self._config.training.num_steps:
-            return None
-        path = self._checkpointer.named(step)
-        try:
-            state = self._checkpointer.verify(step, Progress(f"verifying {path}", text=size_text).advance)
-        except DamagedCheckpointError:
-            return None  # loading names the damage, and takes the checkpoint before
-        except ForeignCheckpointError:
-            return step  # written by a newer version; complete as far as this version can tell
-        require_complete_as_asked(Loaded(step, state, path, frozenset()), self._config, loader)
-        return step
+        step, last = self._checkpointer.latest_step(), self._config.training.num_steps
+        if self._team.rank == 0 and step is not None and step >= last:
+            path = self._checkpointer.checkpoints()[step]
+            try:
+                verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
+                warn_of_changes(path, self._checkpointer.read_state(step), self._config)
+            except DamagedCheckpointError:
+                step = None  # loading names the damage, and takes the checkpoint before
+            except ForeignCheckpointError:
+                pass  # of another version: complete as far as this one can tell
+        found: int | None = self._team.gather(step, "the newest checkpoint")[0]
+        return found if found is not None and found >= last else None
 
     def restore(self, store: HostStore, loader: Loader) -> bool:
         """Fill the store and set the loader to its position. Returns False if there is no checkpoint to resume from.
@@ -117,23 +112,19 @@ class RunCheckpoints:
         Raises `RunError` and `CheckpointError`.
         """
         start_s = time.monotonic()
-        if self._config.validation.keep_best:
-            self._validation_losses = joint_losses(self._checkpointer)
         views = store.loadable_views()
-        forms = SavedForms.of(store)
-        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight, forms)
+        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
         if loaded is None:
             self.positions.append(RunPosition(0, 0, loader.state_dict()))
             return False
         state = loaded.state
         try:
             loader.load_state_dict(state["data"])
-        except DataError as error:
-            raise RunError(
-                f"{loaded.path}: {error}. Resume with the data as it was, or begin a run of another name on other data "
-                f"with these weights: --run.name NAME --checkpoint.load weights --checkpoint.load_path {loaded.path}"
-            ) from error
-        try:
+            most = {"tokens": MOST_TOKENS, "applied_updates": loaded.step, "skipped_steps": loaded.step}
+            for key, limit in most.items():
+                # Not isinstance: JSON's true is an int in Python.
+                if type(state[key]) is not int or not 0 <= state[key] <= limit:
+                    raise ValueError(f"{key} is {str(state[key])[:100]}")
             stale_layers = _stale_layers(store, state)
             # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
             older = _older_weights(store, views, stale_layers)
@@ -149,11 +140,13 @@ class RunCheckpoints:
             )
             validation = state.get("validation")
             progress = None if validation is None else ValidationProgress.from_state(validation)
+        except DataError as error:
+            raise RunError(
+                f"{loaded.path}: {error}. Resume with the data as it was, or begin a run of another name on other data "
+                f"with these weights: --run.name NAME --checkpoint.load weights --checkpoint.load_path {loaded.path}"
+            ) from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            what = (
-                error if isinstance(error, ValueError) else f"a field is missing or of another type ({error})"
-            )
-            raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {what}") from error
+            raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {error}") from error
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
         self.positions.append(RunPosition(loaded.step, state["tokens"], state["data"], progress))
@@ -162,12 +155,6 @@ class RunCheckpoints:
             self.saved_step, self._saved_validation = loaded.step, progress
         say(f"resuming after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return True
-
-    def starting_weights(self, store: HostStore) -> StartingWeights | None:
-        """Return the weights of another run for the store, if `checkpoint.load` asks for them to begin with."""
-        if self._config.checkpoint.load != "weights":
-            return None
-        return StartingWeights(self._config, store, self._team)
 
     def add_validation(self, loss: float) -> None:
         """Note the validation loss of the newest dispatched step. Its checkpoint is saved after this."""
@@ -198,10 +185,8 @@ class RunCheckpoints:
 
     def finish_saves(self) -> None:
         """Wait for the saves under way. Their steps must have been reported."""
-        self._waits = True
         while self._under_way:
             self._report(*self._under_way.popleft())
-        self._waits = False
 
     def save_now(self, engine: Engine) -> None:
         """Save the run as it is after the newest dispatched step, and wait. A full disk is tried again for a minute.
@@ -219,7 +204,6 @@ class RunCheckpoints:
         # If the data ends, the newest step is validated then, and it may have been saved before.
         position = self.position
         if (position.step, position.validation) != (self.saved_step, self._saved_validation):
-            self._waits = True
             save_with_patience(save)
 
     def end_saves(self) -> None:
@@ -243,33 +227,23 @@ class RunCheckpoints:
             return  # it is raised once the run has been saved
         if not self._team.is_alone and not isinstance(error, DataError):
             if self._team.rank == 0:
-                logger.warning(
-                    "the state is spread over %d machines, so what the fault left is not saved; %s",
-                    self._team.size,
-                    self._newest_text(),
-                )
+                text = "the state is spread over %d machines, so what the fault left is not saved"
+                logger.warning(text, self._team.size)
             return
         # Checked before the step is read: a store that is consistent now stays so.
         if not store.is_consistent:
-            logger.warning(
-                "an update was not completed, so what it left is not saved; %s", self._newest_text()
-            )
+            logger.warning("an update was not completed, so what it left is not saved")
             return
         position = next((p for p in self.positions if p.step == store.step), None)
         # At its first step a run has what it began with, which a new start finds again.
         if position is None or position.step in (self.saved_step, self._first_step):
             return
-        self._waits = True
         try:
             line = self._write(position, store.resume_state(), store.named_views())
         except CheckpointError as failure:
             logger.warning("%s", failure)
         else:
             self._note_saved(position, line)
-
-    def _newest_text(self) -> str:
-        newest = self._checkpointer.latest_step()
-        return "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
 
     def _write(
         self,
@@ -288,19 +262,16 @@ class RunCheckpoints:
             "wandb_run_id": self.wandb_run_id,
             "config": self._config.model_dump(mode="json"),
         }
-        losses = {step: loss for step, loss in self._validation_losses.items() if step != position.step}
-        if self._config.validation.keep_best and (loss := loss_in(state)) is not None:
-            losses[position.step] = loss
-        # Set before the save, which deletes older checkpoints once the new one is complete, and only then.
-        self._checkpointer.best_step = best_of(losses)
+        if self._config.validation.keep_best and self._team.rank == 0:
+            losses = kept_losses(self._checkpointer)
+            losses.pop(position.step, None)
+            if (loss := loss_in(state)) is not None:
+                losses[position.step] = loss
+            # Set before the save, which deletes older checkpoints once the new one is complete, and only then.
+            self._checkpointer.best_step = best_of(losses)
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         progress = Progress(f"saving {checkpoint_name(position.step)}", total_bytes, size_text)
-
-        def advance(nbytes: int) -> None:
-            progress.advance(nbytes, silent=not self._waits)
-
-        path: Path = self._checkpointer.save(position.step, tensors, state, watch, advance)
-        self._validation_losses = losses
+        path: Path = self._checkpointer.save(position.step, tensors, state, watch, progress.advance)
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 
     def _report(self, position: RunPosition, pending: Save[str]) -> None:

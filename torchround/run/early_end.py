@@ -34,13 +34,12 @@ class BadSteps:
         self._stops_at_spike = table.on_spike == "stop"
         self._last_good_step = "none since this start of the run"
         self._in_a_row: list[str] = []
-        self._some_updated = False  # in `bounded` a step may leave out some layers and update the others
 
     def add(self, step: int, tokens: int, result: StepResult) -> None:
         """Count a finished step. Steps come in order; `tokens` were trained on before it."""
         update, loss = result.update(), result.loss()
         if not (update.skipped or update.fault):
-            self._last_good_step, self._in_a_row, self._some_updated = f"step {step}", [], False
+            self._last_good_step, self._in_a_row = f"step {step}", []
             return
         if not update.fault:
             logger.warning(
@@ -50,18 +49,15 @@ class BadSteps:
             )
             return
         where = f", micro-batches {_listed(update.not_finite)}" if update.not_finite else ""
+        left_out = f"not updated: {_listed(update.left_out)}" if update.left_out else "its update is skipped"
         text = (
             f"step {step}: {update.fault}{where}; loss {loss:.6g}, gradient norm {update.grad_norm:.6g}, loss scale "
-            f"{update.loss_scale:g}; its data begins after {tokens:,} tokens of the run"
+            f"{update.loss_scale:g}; its data begins after {tokens:,} tokens of the run; {left_out}"
         )
-        left_out = update.left_out
-        logger.warning(
-            "%s; %s", text, f"not updated: {_listed(left_out)}" if left_out else "its update is skipped"
-        )
+        logger.warning("%s", text)
         if self.error is not None:
             return  # this step was already under way when the limit was reached
         self._in_a_row.append(text)
-        self._some_updated |= bool(left_out)
         # Every bad step is a spike or not finite.
         is_spike = math.isfinite(loss) and math.isfinite(update.grad_norm)
         if self._stops_at_spike and is_spike:
@@ -71,11 +67,10 @@ class BadSteps:
 
     def _stop(self, reason: str) -> None:
         steps = "".join(f"\n  {line}" for line in self._in_a_row[:SHOWN])  # each had a warning of its own
-        some, none = "Layers that are not named were updated", "Bad steps do not change the weights"
         self.error = BadStepsError(
-            f"{reason}; the last good one: {self._last_good_step}. {some if self._some_updated else none}, and the run is saved:{steps}\nThe same "
-            "command continues with the data after them. If they come again, try a lower optimizer.lr or an earlier "
-            "checkpoint (checkpoint.load_path), or look at that data."
+            f"{reason}; the last good one: {self._last_good_step}. The run is saved:{steps}\nThe same command continues "
+            "with the data after them. If they come again, try a lower optimizer.lr or an earlier checkpoint "
+            "(checkpoint.load_path), or look at that data."
         )
 
 
@@ -97,8 +92,8 @@ SAME_REQUEST_S = 2.0
 class StopRequest:
     """A block in which each of `STOP_SIGNALS` on any machine asks the run to stop after the step.
 
-    `signal_number` is that of this machine. What counts is what the machines agree on, once for each step.
-    Another signal, `SAME_REQUEST_S` or more after the first, ends the process as an uncaught one does. A signal that
+    `signal_number` is that of this machine. What counts are the `signals` that the machines exchange once for each step, by
+    rank. Another signal, `SAME_REQUEST_S` or more after the first, ends the process as an uncaught one does. A signal that
     was ignored when the process started stays ignored: `nohup` and shells that start background jobs ask for that.
     """
 
@@ -106,37 +101,21 @@ class StopRequest:
         """Listen on this machine, one of the `machines` of these names."""
         self.signal_number: int | None = None
         self._machines = machines
-        self._signals: Sequence[int | None] = [None]  # agreed on, by rank
+        self.signals: Sequence[int | None] = [None]
         self._asked_at_s = 0.0
         self._previous: dict[int, object] = {}
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of every machine: 128 + the first machine's signal, as shells report it; 0 without a signal."""
-        return next((128 + number for number in self._signals if number is not None), 0)
+    def reason(self) -> tuple[str, int] | None:
+        """Return why the run stops and its exit code, None if no signal asks for it.
 
-    def poll(self) -> None:
-        """Take the signal of a run on one machine, which has no other to ask."""
-        if len(self._machines) == 1:
-            self.set_signals([self.signal_number])
-
-    def set_signals(self, signals: Sequence[int | None]) -> None:
-        """Take the signals of all machines, by rank."""
-        self._signals = signals
-
-    def text(self) -> str | None:
-        """Return why the run stops, None if no signal asks for it."""
-        if not self.exit_code:
+        The code of every machine is 128 + the first machine's signal, as shells report it.
+        """
+        asked = [(rank, number) for rank, number in enumerate(self.signals) if number is not None]
+        if not asked:
             return None
-        again = "run the same command to continue"
-        if len(self._machines) == 1:
-            return again
-        asked = [
-            f"{name} got {signal.Signals(number).name}"
-            for name, number in zip(self._machines, self._signals, strict=True)
-            if number is not None
-        ]
-        return f"{', '.join(asked)}; {again}"
+        names = [f"{self._machines[rank]} got {signal.Signals(number).name}; " for rank, number in asked]
+        by = "".join(names) if len(self._machines) > 1 else ""
+        return f"{by}run the same command to continue", 128 + asked[0][1]
 
     def __enter__(self) -> "StopRequest":  # noqa: PYI034  (typing.Self needs Python 3.11)
         for number in STOP_SIGNALS:

@@ -1,14 +1,10 @@
 """The parts of a run: what its command builds, and the host store and the engine that its loop makes of them."""
 
 import shlex
-import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torchround.accelerators import kind_of
-from torchround.checkpoint import checkpoint_name
 from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
 from torchround.data.loader import Loader, ValidationLoader, reads_conversations
 from torchround.engine.compiled import LayerCompiler
@@ -35,7 +31,7 @@ from torchround.run.numbers import RunNumbers, compiles_layers
 from torchround.run.run_folder import CONFIG_FILE, RunFolder
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter, flops_per_token
-from torchround.run.validation import RunSamples, best_of, kept_losses
+from torchround.run.validation import RunSamples
 
 # From this size on `engine.compile = "auto"` compiles the update. Compiling takes about 1 s and then saves at least 2 ns per
 # parameter and step on two cores, so that at this size it pays for itself in some 250 steps.
@@ -111,23 +107,17 @@ class RunParts:
 
     def closing_text(self, meter: StepMeter) -> str:
         """Return the lines at the end of a run: how fast it was, what to open, and how to sample and to export."""
-        folder, is_chat = self.folder, reads_conversations(self.config.data)
-        losses, newest = kept_losses(folder.checkpointer()), folder.checkpointer().latest_step() or 0
-        best = best_of(losses)
-        step = newest if best is None else best
-        of_loss = "" if best is None else f", the best one: validation loss {losses[best]:.4f}"
-        option = " --chat" * is_chat + ("" if step == newest else f" --step {step}")
+        run, checkpointer = shlex.quote(str(self.folder.path)), self.folder.checkpointer()
+        checkpoint = checkpointer.named(checkpointer.latest_step() or 0)
+        options = " --chat" * reads_conversations(self.config.data)
         if module := self.config.model.module:
-            option += f" --model.module {shlex.quote(module)}"
-        run, checkpoint = shlex.quote(str(folder.path)), folder.checkpoints / checkpoint_name(step)
-        # In an environment that is not activated the command is beside its Python.
-        command = "torchround" if shutil.which("torchround") else Path(sys.executable).with_name("torchround")
+            options += f" --model.module {shlex.quote(module)}"
         return (
             f"time     {duration(meter.elapsed_s)}, {meter.mean_tokens_per_s():,.0f} tokens/s on average\n"
-            f"open     {folder.path / PAGE_FILE}; checkpoint {checkpoint}{of_loss}\n"
-            f'next     {command} try_model --run {run}{option} --prompt "..", '
-            f"{command} export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER "
-            f"--config {shlex.quote(str(folder.path / CONFIG_FILE))}"
+            f"open     {self.folder.path / PAGE_FILE}; checkpoint {checkpoint}\n"
+            f'next     torchround try_model --run {run}{options} --prompt "..", '
+            f"torchround export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER "
+            f"--config {shlex.quote(str(self.folder.path / CONFIG_FILE))}"
         )
 
 
@@ -219,7 +209,6 @@ def compiles_update(table: EngineTable, store: HostStore) -> bool:
 
 
 def layer_compiler(model: LayeredModel, table: EngineTable, kind: str) -> LayerCompiler | None:
-    """Return a compiler of the model's layers if `engine.compile` asks for one on devices of this kind."""
     if not compiles_layers(table, kind):
         return None
     return LayerCompiler(model, is_required=table.compile is True)

@@ -16,13 +16,12 @@ from torchround.accelerators import (
     known_kinds,
     present_kind,
 )
-from torchround.config import EngineTable, nearest
+from torchround.config import EngineTable
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.machines.group import HostShare
 from torchround.planning.cards import DeviceSpec, find_device
 from torchround.planning.memory import GIB
-from torchround.planning.partition import split_evenly
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,7 @@ class Hardware:
     """Devices of one `kind` (`cpu`, or a kind of accelerator by PyTorch's name) and the memory limits of a run.
 
     `device_bytes` is the limit of each device, `host_bytes` that of the host; None is no limit. `spec` is None when the
-    card is not in the table of known devices. `note` is said after the devices: why `auto` found no accelerator. `cards`
-    are the numbers of the accelerators that this process may use; empty means all.
+    card is not in the table of known devices. `note` is said after the devices: why `auto` found no accelerator.
     """
 
     kind: str
@@ -56,7 +54,6 @@ class Hardware:
     host_bytes: int | None = None
     spec: DeviceSpec | None = None
     note: str = ""
-    cards: tuple[int, ...] = ()
 
     def make_devices(self) -> list[Device]:
         """Make the devices without allocating on them. If the machine has fewer GPUs, devices share them in turn."""
@@ -69,10 +66,10 @@ class Hardware:
                 "%s devices cannot page-lock host memory that exists, so copies do not overlap with compute",
                 self.kind,
             )
-        cards = self.cards or tuple(range(kind.count()))
-        shared = self.num_devices > len(cards)
+        num_cards = kind.count()
+        shared = self.num_devices > num_cards
         return [
-            AcceleratorDevice(f"{self.kind}:{cards[index % len(cards)]}", index if shared else None)
+            AcceleratorDevice(f"{self.kind}:{index % num_cards}", index if shared else None)
             for index in range(self.num_devices)
         ]
 
@@ -80,7 +77,7 @@ class Hardware:
 def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Hardware:
     """Find what `[engine]` asks for on this machine, within this process's share of its host; None is the whole host.
 
-    Accelerators and free memory are divided. Limits that the table gives are each process's own. Raises
+    Free memory is divided. Limits that the table gives are each process's own. Raises
     `EngineUsageError` if the table asks for devices that are not here.
     """
     share = host_share or HostShare()
@@ -94,31 +91,16 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
         threads = table.cpu_threads or torch.get_num_threads()
         count = table.num_devices or min(threads, MOST_VIRTUAL_DEVICES)
         device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
-        note = ""
-        if table.devices == "auto":
-            reason = why_no_accelerator()
-            note = f": no accelerator found ({reason})"
-            if has_card():
-                logger.warning(
-                    'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
-                    'engine.devices = "cpu" asks for that without this warning',
-                    reason,
-                )
+        note = f": no accelerator found ({why_no_accelerator()})" if table.devices == "auto" else ""
         return Hardware("cpu", count, limit or device_bytes, host_bytes, note=note)
-    cards, num_users = tuple(range(kind.count())), 1
-    if share.count > len(cards):
-        # Several processes use each card.
-        cards, num_users = (share.index % len(cards),), -(-share.count // len(cards))
-    elif share.count > 1:
-        cards = tuple(split_evenly(len(cards), share.count)[share.index])
-    count = table.num_devices or len(cards)
-    # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU.
-    # Unused memory of this process's own allocator counts as free, tensors of any process do not.
-    smallest = min(kind.free_and_total_bytes(index)[0] + kind.cached_bytes(index) for index in cards[:count])
-    device_bytes = int(smallest * USABLE_DEVICE_FRACTION) // (-(-count // len(cards)) * num_users)
-    spec = find_device(kind.card_name(cards[0]))
-    own = cards if share.count > 1 else ()
-    return Hardware(kind.name, count, limit or device_bytes, host_bytes, spec, cards=own)
+    num_cards = kind.count()
+    count = table.num_devices or num_cards
+    # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU,
+    # of all processes. Unused memory of this process's own allocator counts as free, tensors of any process do not.
+    used = range(min(count, num_cards))
+    smallest = min(kind.free_and_total_bytes(index)[0] + kind.cached_bytes(index) for index in used)
+    device_bytes = int(smallest * USABLE_DEVICE_FRACTION) // (-(-count // num_cards) * share.count)
+    return Hardware(kind.name, count, limit or device_bytes, host_bytes, find_device(kind.card_name(0)))
 
 
 def planned_kind(table: EngineTable) -> str:
@@ -149,33 +131,16 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
     if table.devices == "cpu":
         return None
     if here is None or here.name != table.devices:
-        raise EngineUsageError(_not_legal(table.devices, [] if here is None else [here.name]))
+        raise EngineUsageError(_not_legal(table.devices, [here.name] if here else []))
     return here
 
 
-def _not_legal(asked: str, kinds: list[str]) -> str:
-    """Say why `asked` is refused where these kinds are legal besides the two words."""
-    reason = "PyTorch sees none here"
-    if asked not in known_kinds():
-        reason = f"no such kind is known{nearest(asked, ['auto', 'cpu', *known_kinds()])}"
-    elif not kinds:
-        reason += f" ({why_no_accelerator()})"
-    names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
-    return f'engine.devices = "{asked}": {reason}; legal: {names}'
-
-
-# Files of NVIDIA's driver once it is loaded: in the list of drivers, as a device, and as WSL shows it to Linux.
-_NVIDIA_FILES = ("proc/driver/nvidia/version", "dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1")
-# AMD's driver shows the memory of each GPU. Processors hold a small one with a share of the host's, of no use for training.
-_AMD_FILES, _SMALLEST_AMD_BYTES = "sys/class/drm/card*/device/mem_info_vram_total", 4 * GIB
-
-
-def has_card(root: Path = Path("/")) -> bool:
-    """Check whether a driver of an NVIDIA or AMD card is loaded. `root` holds `dev`, `proc` and `sys`."""
-    amd_bytes = (int(_read(path) or 0) for path in root.glob(_AMD_FILES))
-    return any((root / name).exists() for name in _NVIDIA_FILES) or any(
-        size >= _SMALLEST_AMD_BYTES for size in amd_bytes
-    )
+def _not_legal(asked: str, here: list[str]) -> str:
+    """Say why `asked` is refused where PyTorch sees accelerators of the kinds `here`."""
+    is_known = asked in known_kinds()
+    reason = f"PyTorch sees none here ({why_no_accelerator()})" if is_known else "no such kind is known"
+    legal = ", ".join(f'"{name}"' for name in ("auto", "cpu", *here))
+    return f'engine.devices = "{asked}": {reason}; legal: {legal}'
 
 
 def why_no_accelerator() -> str:

@@ -4,10 +4,12 @@ Everything that counts, plans or builds takes them from here, so that the plan o
 and the `plan` command cannot disagree: `run_question` puts them together, and `planning/plan_report.py` answers.
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -16,6 +18,8 @@ from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, Config, EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
+from torchround.engine.passes import StepResult
+from torchround.engine.reports import costs_from_reports
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
 from torchround.engine.worker.orthogonalise import STEPS, directed_parameters, scratch_bytes, slot_bytes
 from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
@@ -24,6 +28,10 @@ from torchround.optim.optimizer import UpdateRule, make_optimizer
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
+from torchround.planning.partition import KeptNames, Partition
+from torchround.planning.plan import Plan, kept_before
+from torchround.planning.plan_report import plan_for
+from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.rates import CardRates, costs_from_work, launch_seconds
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.planning.update_costs import (
@@ -34,7 +42,8 @@ from torchround.planning.update_costs import (
     newton_schulz_flops,
 )
 from torchround.run.hardware import Hardware
-from torchround.run.run_plan import given_plan
+
+logger = logging.getLogger(__name__)
 
 COMPACT_STATE = 'optimizer.state = "compact"'
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,19 +96,13 @@ def run_question(
     """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
 
     `mapped` are names of frozen weights that stay in their files. `validates`, `loader_bytes_for` and `machines` are as
-    in `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file without a plan, or a plan for another number of
-    layers, or if the devices lack a switch that the run asks for.
+    in `RunQuestion`. Raises `EngineUsageError` as `given_plan` does, or if the devices lack a switch that is asked for.
     """
     training, engine = numbers.training, numbers.engine
-    given, stale_layers, given_kept = given_plan(engine)
+    given, stale_layers, given_kept = given_plan(engine, len(model.layers))
     if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
         raise EngineUsageError(
             f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
-        )
-    if given is not None and given[0].num_layers != len(model.layers):
-        raise EngineUsageError(
-            f"engine.plan covers {given[0].num_layers} layers, the model has {len(model.layers)} "
-            "(embedding and head included)"
         )
     bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))
     updates, rule_of = optimizer_costs(model, bundles, numbers.optimizer, engine, numbers.dtype)
@@ -140,6 +143,54 @@ def run_question(
         given_kept=given_kept,
         machines=machines,
     )
+
+
+def measured_plan(question: RunQuestion, counted: Plan, steps: Sequence[StepResult]) -> Plan:
+    """Plan again from the medians of measured `steps`, all of which must be done. They ran under the `counted` plan."""
+    reports = [report for step in steps for report in step.reports()]
+    updates = [step.update().bundles for step in steps]
+    before = question.costs().keeping(counted.kept)
+    costs = costs_from_reports(before, reports, updates, question.recompute).keeping(())
+    try:
+        # Losses depend on the rounds and on the stale layers. Both stay as they were counted: the question has the latter.
+        return plan_for(replace(question, rounds=counted.rounds), costs)
+    except InfeasiblePlanError as error:
+        # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
+        logger.warning("no plan from measured times fits, so the counted one stays: %s", error)
+        return counted
+
+
+def given_plan(
+    engine: EngineTable, num_layers: int
+) -> tuple[tuple[Partition, int] | None, int | None, KeptNames | None]:
+    """Return what `engine.plan` gives, a table or the path of a plan.json, and `engine.stale_layers`.
+
+    That is the partition with its rounds, the number of stale layers, and what each layer keeps. None is left to the
+    planner. A key of the config comes before the file's value. Raises `EngineUsageError` for a file without a plan, and
+    for a plan of another number of layers.
+    """
+    given = engine.plan
+    stale_layers = None if engine.stale_layers == "auto" else engine.stale_layers
+    if given is None:
+        return None, stale_layers, None
+    if isinstance(given, str):
+        try:
+            plan = Plan.from_json(Path(given).read_text())
+        except (OSError, ValueError) as error:
+            raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
+        if stale_layers is None and plan.update == engine.update == "bounded":
+            stale_layers = plan.stale_layers
+        partition, rounds = plan.partition, plan.rounds
+        kept = plan.kept if engine.keep_activations == "auto" else None
+    else:
+        rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
+        partition = Partition.from_lists(given.forward, given.fused, given.backward)
+        kept = None if given.kept is None else kept_before(partition, given.kept)
+    if partition.num_layers != num_layers:
+        raise EngineUsageError(
+            f"engine.plan covers {partition.num_layers} layers, the model has {num_layers} (embedding and head included)"
+        )
+    return (partition, rounds), stale_layers, kept
 
 
 def _counted_costs(
@@ -261,8 +312,11 @@ def optimizer_costs(
     Rules that keep and move the same are one. Also returns the place in `UpdateCosts.rules` of each trained parameter, by
     its stored name.
     """
-    others = _smaller_settings(table, engine)
-    optimizers = [make_optimizer(settings) for settings in (table, *others.values())]
+    # The planner names a smaller state where the run's own does not fit.
+    settings = {"": table}
+    if table.state != "compact":
+        settings[COMPACT_STATE] = table.model_copy(update={"state": "compact"})
+    optimizers = [make_optimizer(each) for each in settings.values()]
     trained = {parameter.name for bundle in bundles if bundle.trainable for parameter in bundle.parameters}
 
     def costs_of(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
@@ -283,22 +337,8 @@ def optimizer_costs(
         )
         for optimizer, rules in zip(optimizers, zip(*distinct, strict=True), strict=True)
     )
-    updates = replace(own, smaller=tuple(zip(others, smaller, strict=True)))
+    updates = replace(own, smaller=tuple(zip([*settings][1:], smaller, strict=True)))
     return updates, {name: distinct.index(costs) for name, costs in kept.items()}
-
-
-def _smaller_settings(table: OptimizerTable, engine: EngineTable) -> dict[str, OptimizerTable]:
-    """Return settings that keep less for some parameters at least, by the change of the config that makes them."""
-    changes = {}
-    if table.state != "compact":
-        changes[COMPACT_STATE] = table.model_copy(update={"state": "compact"})
-    if not isinstance(table, AdamWTable):
-        keys = ['optimizer.name = "adamw"', *([COMPACT_STATE] if changes else [])]
-        if engine.update == "async" and engine.delay_correction != "none" and not table.can_predict:
-            # AdamW would correct the delay, which takes 2 bytes.
-            keys.append('engine.delay_correction = "none"')
-        changes[" and ".join(keys)] = AdamWTable(state="compact")
-    return changes
 
 
 def with_job(layer: LayerCost, shapes: Sequence[Sequence[int]], device: DeviceSpec, dtype: str) -> LayerCost:

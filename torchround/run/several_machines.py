@@ -3,10 +3,7 @@
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
 
-import faulthandler
 import os
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
@@ -28,11 +25,6 @@ from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
 
 T = TypeVar("T")
 
-# What a machine's process may still take once another machine has failed: the threads of the engine end within half a
-# minute, unless one is inside a computation.
-END_S = 90.0
-POLL_S = 1.0
-
 
 def is_first_process(environment: Mapping[str, str]) -> bool:
     """Whether a process of this environment is the first of its launch, or the only one."""
@@ -53,14 +45,13 @@ def quiet_unless_first(environment: Mapping[str, str]) -> Iterator[None]:
 def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator["RunMachines"]:
     """Connect to the other machines for the block; one process is a run on one machine. Raises `LaunchError`.
 
-    The end of the block is that of the run: in order, or by telling the others of a fault.
+    The end of the block is that of the run: in order, or by a message to the others about a fault.
     """
     machines = RunMachines(join(environment, config))
     group = machines.group
     if group is None:
         yield machines
         return
-    guard = EndGuard(group)
     try:
         yield machines
         machines.agree("start", None, "the end of the run on all machines")
@@ -73,10 +64,7 @@ def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator[
             group.fail("".join(traceback.format_exception_only(error)).strip().splitlines()[0])
         group.abort()
         raise
-    else:
-        group.close()
-    finally:
-        guard.leave_soon()
+    group.close()
 
 
 class RunMachines:
@@ -99,12 +87,7 @@ class RunMachines:
         """
         return [value] if self.group is None else self.group.channel(channel).gather(value, what)
 
-    def agreement(self, channel: str, what: str) -> Callable[[Any], list[Any]] | None:
-        """Return `agree` on one subject as a function of the value alone, None on one machine."""
-        return None if self.group is None else partial(self.agree, channel, what=what)
-
     def of_first(self, value: T, what: str) -> T:
-        """Return the value of the machine of rank 0."""
         return cast(T, self.agree("start", value, what)[0])
 
     def same_mistakes(self, make: Callable[[], T], mistakes: tuple[type[Exception], ...], what: str) -> T:
@@ -149,16 +132,9 @@ class RunMachines:
         reading: Callable[[], AbstractContextManager[None]],
     ) -> StepBatches:
         """Return the steps of `loader` as this machine trains on them, with `rounds` rounds on each machine."""
-        return StepBatches(
-            loader,
-            micro_batch_size,
-            rounds,
-            self.agreement("batches", "the batch of the next step"),
-            self.rank,
-            self.size,
-            names=self.names,
-            reading=reading,
-        )
+        agree = partial(self.agree, "batches", what="the batch of the next step") if self.group else None
+        place = agree, self.rank, self.size
+        return StepBatches(loader, micro_batch_size, rounds, *place, names=self.names, reading=reading)
 
     def ownership(self) -> Ownership | None:
         """Return which part of the fp32 state this machine holds; None for all of it."""
@@ -183,32 +159,3 @@ class RunMachines:
         own = asdict(record.machine_times(self.names[self.rank]))
         times = self.agree("metrics", own, f"the times of all machines up to step {record.step}")
         return replace(record, machines=tuple(MachineTimes(**values) for values in times))
-
-
-class EndGuard:
-    """A thread that ends the process if a fault of another machine does not, within `END_S`.
-
-    Every wait for another machine is woken by the fault. A thread inside a computation or inside a library cannot be,
-    and the machines that were restarted must not wait for this one.
-    """
-
-    def __init__(self, group: MachineGroup, end_s: float = END_S) -> None:
-        self._group = group
-        self._end_s = end_s
-        self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="end guard", daemon=True).start()
-
-    def leave_soon(self) -> None:
-        """Watch no more: the run has ended in order, or its error is on the way out."""
-        self._ended.set()
-
-    def _watch(self) -> None:
-        while self._group.fault is None:
-            if self._ended.wait(POLL_S):
-                return
-        if not self._ended.wait(self._end_s):
-            print(
-                f"{self._group.fault}\nthis process does not end; its threads:", file=sys.stderr, flush=True
-            )
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
-            os._exit(1)

@@ -1,35 +1,24 @@
 """From finished steps to the records of a run: what was learnt, how fast, and what the devices did meanwhile.
 
-A step is dispatched before the one before it is reported, so that reporting never keeps the devices waiting.
-
 Rates are over the steps since the last record, and over at least `STEPS_PER_DEVICE` steps for each device: steps overlap,
 so several may end at the same moment, and the time between two ends is no step's time. The time of validations and
 blocking saves is left out, because the rate of a step must not depend on whether one of them follows it. The wait for
 data counts, because it slows training. Tokens are all that are computed except padding, whether the loss counts them or not.
 """
 
-import logging
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torchround.engine.device import Device
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import StageReport
-from torchround.engine.tracing import StepTraces
-from torchround.layer import LayeredModel, LayerWork
-from torchround.observe import MetricsLogger, StepRecord, host_gib, host_peak_gib
+from torchround.layer import LayeredModel
+from torchround.observe import StepRecord, host_gib, host_peak_gib
 from torchround.planning.memory import GIB
-from torchround.run.checkpoints import RunCheckpoints, RunPosition
-from torchround.run.early_end import BadSteps
-from torchround.run.several_machines import RunMachines
-from torchround.run.validation import Validated
-
-logger = logging.getLogger(__name__)
 
 # With one stage per step each device may have a step under way, and all may end together: two such rounds give a rate.
 STEPS_PER_DEVICE = 2
@@ -74,33 +63,31 @@ class StepMeter:
         self._sums: Counter[Any] = Counter()
         self._window: deque[Counter[Any]] = deque(maxlen=STEPS_PER_DEVICE * len(devices))
         self._at_record: Counter[Any] = Counter()
-        self._averaged: list[
-            tuple[float, int]
-        ] = []  # loss and number of labels of each step with a finite loss
-        self._excluded_s = self._data_s = 0.0
+        # Loss and number of labels of each step with a finite loss.
+        self._averaged: list[tuple[float, int]] = []
+        # Seconds since the newest step: those of validations and blocking saves, and those of waits for data.
+        self._spent_s = {"excluded": 0.0, "data": 0.0}
         self.start()
 
     def start(self) -> None:
         """Start the first interval. Called once, before the first batch."""
         self._start_s = self._last_s = self._clock()
 
-    @contextmanager
-    def excluded(self) -> Iterator[None]:
+    def excluded(self) -> AbstractContextManager[None]:
         """Leave the time of the block out: validations, checkpoints, a new engine."""
-        start_s = self._clock()
-        try:
-            yield
-        finally:
-            self._excluded_s += self._clock() - start_s
+        return self._timed("excluded")
+
+    def waiting_for_data(self) -> AbstractContextManager[None]:
+        """Count the time of the block as a wait for the loader too: `data_s`."""
+        return self._timed("data")
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Count the time of the block as a wait for the loader too: `data_s`."""
+    def _timed(self, what: str) -> Iterator[None]:
         start_s = self._clock()
         try:
             yield
         finally:
-            self._data_s += self._clock() - start_s
+            self._spent_s[what] += self._clock() - start_s
 
     def add(self, result: StepResult, num_tokens: int) -> None:
         """Wait for a step of `num_tokens` tokens without padding and for its update, and count them."""
@@ -114,8 +101,8 @@ class StepMeter:
         more = {
             "steps": 1,
             "tokens": num_tokens,
-            "training_s": now_s - self._last_s - self._excluded_s,
-            "data_s": self._data_s,
+            "training_s": now_s - self._last_s - self._spent_s["excluded"],
+            "data_s": self._spent_s["data"],
             "optimizer_s": update.seconds,
             "peers_wait_s": update.peers_wait_s,
             "sent_gib": update.sent_bytes / GIB,
@@ -124,7 +111,7 @@ class StepMeter:
         for name, figure in _FIGURES.items():
             by_device = result.by_device(figure, len(self._devices))
             self._sums.update({(name, device): value for device, value in enumerate(by_device)})
-        self._last_s, self._excluded_s, self._data_s = now_s, 0.0, 0.0
+        self._last_s, self._spent_s = now_s, {"excluded": 0.0, "data": 0.0}
         if self._last is not None and self._last.pool is not result.pool:
             self._host_allocations = 0  # a new engine's pool counts its allocations from 0
         self._last = result
@@ -209,19 +196,14 @@ class StepMeter:
 
 
 def flops_per_token(model: LayeredModel, seq_len: int, element_bytes: int) -> float:
-    """Return the FLOPs of training per token on sequences of `seq_len` tokens."""
-    works = [layer.work(1, seq_len, element_bytes) for layer in model.layers]  # type: ignore[operator]
-    return train_flops_per_token(works, seq_len)
-
-
-def train_flops_per_token(works: Sequence[LayerWork], num_tokens: int) -> float:
-    """Return the FLOPs of training per token, forward and backward, from the layers' work for `num_tokens`.
+    """Return the FLOPs of training per token, forward and backward, on sequences of `seq_len` tokens.
 
     Recomputation does not count: it is a cost of the engine, not work of the model (PaLM, appendix B). Gradients of
     frozen weights do not count either, because they are never computed: a LoRA run has 4 FLOPs per token and frozen
     weight instead of 6.
     """
-    return sum(work.forward_flops + work.backward_flops for work in works) / num_tokens
+    works = [layer.work(1, seq_len, element_bytes) for layer in model.layers]  # type: ignore[operator]
+    return float(sum(work.forward_flops + work.backward_flops for work in works)) / seq_len
 
 
 def mfu(
@@ -231,92 +213,3 @@ def mfu(
     if peak_flops_per_s is None:
         return None
     return tokens_per_s * flops_per_token / (peak_flops_per_s * num_devices)
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """A step under way: its future result, and the run's position after it.
-
-    `num_tokens` counts the tokens of its batch without padding, which its rate is made of.
-    """
-
-    result: StepResult
-    position: RunPosition
-    lr: float
-    num_tokens: int
-
-
-@dataclass
-class StepReports:
-    """The steps of a run that are not reported yet: each is reported once it is done, in order.
-
-    A record is logged every `log_every_steps`, and of `last_step`.
-    """
-
-    meter: StepMeter
-    metrics: MetricsLogger
-    traces: StepTraces
-    bad_steps: BadSteps
-    checkpoints: RunCheckpoints
-    machines: RunMachines
-    log_every_steps: int
-    last_step: int
-    _under_way: deque[Dispatched] = field(default_factory=deque, init=False)
-    _newest: Dispatched | None = field(default=None, init=False)
-    _is_ending: bool = field(default=False, init=False)
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether every dispatched step is reported."""
-        return not self._under_way
-
-    def add(self, step: Dispatched) -> None:
-        """Add a step that was just dispatched."""
-        self._under_way.append(step)
-
-    def report(self, leave: int, validated: Validated | None = None) -> None:
-        """Wait for all but the newest `leave` steps, and log those that are due.
-
-        `validated` is what a validation found after the newest step, which is logged with it.
-        """
-        while len(self._under_way) > leave:
-            done = self._under_way[0]
-            step = done.position.step
-            self.meter.add(done.result, done.num_tokens)
-            self.traces.add(done.result)
-            self.bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
-            self._newest = done
-            is_due = step % self.log_every_steps == 0 or step == self.last_step
-            found = validated if len(self._under_way) == 1 else None
-            if is_due or found:
-                self.log_rest(found)
-            # Only now: a step whose report fails stays under way, and is named when the run ends.
-            self._under_way.popleft()
-            self.checkpoints.reported(step)
-
-    def log_rest(self, validated: Validated | None = None) -> None:
-        """Log the steps that were reported since the last record, as the record of the newest. Does nothing without any."""
-        done = self._newest
-        if done is not None and self.meter.num_steps:
-            step, tokens = done.position.step, done.position.tokens
-            found = validated or Validated()
-            record = self.meter.record(step, tokens, done.lr, found.loss)
-            record = replace(record, samples=found.samples)
-            # After a fault the other machines answer no more.
-            self.metrics.log(record if self._is_ending else self.machines.merged(record))
-
-    def report_finished(self, updates: int) -> None:
-        """After a fault, report the steps up to number `updates`, as far as their figures are still there.
-
-        Never raises: the caller then saves what the fault left.
-        """
-        self._is_ending = True
-        try:
-            self.report(leave=sum(step.position.step > updates for step in self._under_way))
-        except Exception as error:  # noqa: BLE001  (the fault itself is raised)
-            logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
-        try:
-            self.log_rest()
-        except Exception as error:  # noqa: BLE001  (a device that failed may not tell its figures)
-            newest = self._newest.position.step if self._newest else 0
-            logger.warning("step %d is missing in the metrics: %s", newest, error)

@@ -26,7 +26,7 @@ from torchround.run.several_machines import RunMachines
 
 logger = logging.getLogger(__name__)
 
-MOST_COUNTED = 2**62  # upper limit of any count in a state
+LARGEST = 2**62  # a number above it is none that a run saved
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,14 @@ class ValidationProgress:
     @classmethod
     def from_state(cls, state: object) -> "ValidationProgress":
         """Rebuild it from a checkpoint's state. Raises `ValueError` for values that no run could have saved."""
-        if isinstance(state, dict) and state.keys() == {"loss", "best_loss", "best_step", "since_best"}:
-            losses, counts = (state["loss"], state["best_loss"]), (state["best_step"], state["since_best"])
-            are_losses = (loss is None or (type(loss) is float and math.isfinite(loss)) for loss in losses)
-            are_counts = (type(count) is int and 0 <= count <= MOST_COUNTED for count in counts)
-            if all(are_losses) and all(are_counts):
+        if isinstance(state, dict) and state.keys() == vars(cls()).keys():
+            numbers = (
+                state["loss"] or 0.0,
+                state["best_loss"] or 0.0,
+                state["best_step"],
+                state["since_best"],
+            )
+            if all(type(number) in (int, float) and 0 <= number <= LARGEST for number in numbers):
                 return cls(**state)
         raise ValueError(f"validation is {str(state)[:200]}")
 
@@ -65,24 +68,8 @@ class ValidationProgress:
         """Return why `validation.patience` ends the run, None if it does not."""
         if patience == 0 or self.since_best < patience:
             return None
-        best = (
-            "no finite loss" if self.best_loss is None else f"{self.best_loss:.4f} at step {self.best_step}"
-        )
-        return (
-            f"no lower validation loss in {self.since_best} validations (validation.patience = {patience}); "
-            f"the best: {best}"
-        )
-
-
-@dataclass(frozen=True)
-class Validated:
-    """The result of one validation: the mean loss, None if no label was there, and the continuations. False if nothing."""
-
-    loss: float | None = None
-    samples: tuple[PromptSample, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self.loss is not None or bool(self.samples)
+        best = "none" if self.best_loss is None else f"{self.best_loss:.4f} at step {self.best_step}"
+        return f"no lower loss in {self.since_best} validations (validation.patience = {patience}); the best: {best}"
 
 
 class RunValidation:
@@ -102,8 +89,6 @@ class RunValidation:
         self._batches = batches
         self._micro_batch_size = micro_batch_size
         self._machines = machines
-        self._agree = machines.agreement("validation", "the validation")
-        self._has_warned_of_no_labels = False
 
     @property
     def is_on(self) -> bool:
@@ -116,39 +101,25 @@ class RunValidation:
 
     def keeps(self, progress: ValidationProgress | None, step: int) -> bool:
         """Whether `step` has the best loss so far and `validation.keep_best` asks for its checkpoint."""
-        return (
-            self._table.keep_best
-            and progress is not None
-            and progress.loss is not None
-            and progress.best_step == step
-        )
+        is_best = progress is not None and progress.loss is not None and progress.best_step == step
+        return self._table.keep_best and is_best
 
     def loss(self, engine: Engine) -> float | None:
         """Return the mean loss per label over the batches with the engine's device weights; None if they have no label.
 
         Several machines call this alike, and get the same. Raises the same `DataError` on all of them.
         """
-        own, error = [], None
+        own, error, machines = [], None, self._machines
         try:
             own = self._own_losses(engine)
         except DataError as caught:
-            if self._agree is None:
+            if machines.size == 1:
                 raise
             error = str(caught)
-        every = [own]
-        if self._agree is not None:
-            found = self._agree({"error": error, "losses": own})
-            names = self._machines.names
-            raise_agreed([each["error"] for each in found], names)
-            every = [each["losses"] for each in found]
-            for name, losses in zip(names, every, strict=True):
-                if [labels for labels, _ in losses] != [labels for labels, _ in every[0]]:
-                    raise DataError(
-                        f"validation: {name} reads other batches than {names[0]}: the files of the validation's "
-                        "sources differ between them"
-                    )
+        found = machines.agree("validation", [error, own], "the validation")
+        raise_agreed([text for text, _ in found], machines.names)
         total, num_labels = 0.0, 0
-        for batch in zip(*every, strict=True):
+        for batch in zip(*(losses for _, losses in found), strict=True):
             labels = batch[0][0]
             sums = sorted((pair for _, pairs in batch for pair in pairs), key=lambda pair: pair[0])
             # From the mean: the same on any number of machines.
@@ -156,13 +127,7 @@ class RunValidation:
             num_labels += labels
         if num_labels:
             return total / num_labels
-        if not self._has_warned_of_no_labels:
-            self._has_warned_of_no_labels = True
-            logger.warning(
-                "validation: its %d batches hold no label, so there is no loss to log; torchround inspect_data shows "
-                "which tokens are learnt",
-                len(own),
-            )
+        logger.warning("validation: no token of its batches is learnt, so there is no loss to log")
         return None
 
     def _own_losses(self, engine: Engine) -> list[list[Any]]:
@@ -201,14 +166,6 @@ def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
         if loss is not None:
             losses[step] = loss
     return losses
-
-
-def joint_losses(checkpointer: Checkpointer) -> dict[int, float]:
-    """Return `kept_losses` as all machines of a run together see them. All machines call it."""
-    own = sorted(kept_losses(checkpointer).items())
-    every = checkpointer.team.gather(own, "the validation losses of the checkpoints")
-    # Machine 0 has the last word: in a shared folder it sees the newest state.
-    return {step: loss for losses in reversed(every) for step, loss in losses}
 
 
 def best_of(losses: Mapping[int, float]) -> int | None:

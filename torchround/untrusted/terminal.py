@@ -34,7 +34,7 @@ def say(line: str) -> None:
 
 
 class Progress:
-    """A line on standard error every ten seconds of long work, as `saving step-500: 3.2 GiB of 12.1 GiB (26 %)`.
+    """A line on standard error every ten seconds of long work, as `verifying: 3.2 GiB of 12.1 GiB (26 %)`.
 
     `total` is the whole amount, None if it is not known. `text` writes an amount with its unit. One thread at a time
     advances it.
@@ -47,11 +47,11 @@ class Progress:
         self._work, self._total, self._text = work, total, text
         self._next_s = time.monotonic() + EVERY_S
 
-    def advance(self, amount: int = 1, *, silent: bool = False) -> None:
-        """Count more as done. Print the line if it is due, unless `silent`."""
+    def advance(self, amount: int = 1) -> None:
+        """Count more as done. Print the line if it is due."""
         self.done += amount
         now_s = time.monotonic()
-        if silent or now_s < self._next_s:
+        if now_s < self._next_s:
             return
         self._next_s = now_s + EVERY_S
         text = f"{self._work}: {self._text(self.done)}"

@@ -8,7 +8,7 @@ from tests.support.engine_rows import Row, assert_same, together
 from tests.support.machines import run_machines
 from tests.support.toy import toy_batches
 from torchround.checkpoint import Checkpointer, MachineTeam, load_checkpoint
-from torchround.run.saved_forms import SavedForms
+from torchround.checkpoint.folders import checkpoint_name
 
 UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (6, 1, 3, 7), strict=True)]
 
@@ -36,9 +36,8 @@ def test_other_machines_resume_with_the_bits_of_a_run_that_never_stopped(tmp_pat
 
     def resume(group):
         def load(store):
-            views, forms = store.loadable_views(), SavedForms.of(store)
-            loaded = load_checkpoint(tmp_path / "step-2", views, team=MachineTeam.of(group), converter=forms)
-            assert not loaded.converted
+            path = tmp_path / checkpoint_name(2)
+            loaded = load_checkpoint(path, store.loadable_views(), team=MachineTeam.of(group))
             store.resume(**{"step": 2} | loaded.state)
 
         return replace(row, batches=UNEVEN[2:], rounds=6 // loaders).run(group, load)
