@@ -13,7 +13,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
-from torchround.observe import MetricsLogger
+from torchround.observe.logger import MetricsLogger
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
 from torchround.planning.plan import Plan

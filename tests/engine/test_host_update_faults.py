@@ -11,8 +11,6 @@ from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC,
 from torchround.engine.store.host_store import HostStore
 from torchround.optim import NO_STATE, HostOptimizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
-
 # Faults and skipped steps.
 
 

@@ -22,7 +22,8 @@ from torchround.engine.passes import StepResult
 from torchround.engine.reports import StageReport
 from torchround.engine.tracing import StepTraces
 from torchround.layer import LayeredModel, LayerWork
-from torchround.observe import MetricsLogger, StepRecord, host_gib, host_peak_gib
+from torchround.observe.logger import MetricsLogger
+from torchround.observe.record import StepRecord, host_gib, host_peak_gib
 from torchround.planning.memory import GIB
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps
