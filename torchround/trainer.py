@@ -94,7 +94,7 @@ class Trainer:
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
         with StopRequest(machines.names) as stop:
             try:
-                with accumulating_in_fp16(parts.hardware.kind) if in_fp16 else nullcontext():
+                with accumulating_in_fp16() if in_fp16 else nullcontext():
                     ended_by, exit_code = self._measure_and_train(stop)
             finally:
                 self._metrics.close()

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Number of the first call without gradients. These count apart, so that an evaluation does not change what the next step
-# draws.
+# Number of the first call without gradients: an evaluation must not change what the next step draws.
 INFERENCE = 1 << 39
 
 

@@ -53,8 +53,7 @@ class ConsoleReport:
             print(text.replace("\n", "\n" + " " * TIME_WIDTH), file=self._stream)
         self._stream.flush()
 
-    def close(self) -> None:
-        """Do nothing: the caller owns the stream."""
+    def close(self) -> None: ...  # the caller owns the stream
 
     def _left_s(self, record: StepRecord) -> float:
         """Return the seconds until the last step at the recent pace, which includes validations and saves."""
