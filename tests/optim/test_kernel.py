@@ -5,6 +5,7 @@ A C++ compilation of about a second for each kind, kept in Inductor's cache fold
 
 import logging
 import os
+import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -167,6 +168,16 @@ def test_a_file_that_is_no_library_is_not_used(kernels, tmp_path, monkeypatch, c
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (kernel.cache_folder() / SPLIT[0].library()).write_bytes(b"no library")
     assert get_kernels([SPLIT[0]], lambda: None) == {} and "cannot be loaded" in caplog.text
+
+
+def test_code_that_another_user_could_have_put_there_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    folder = kernel.cache_folder()
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other = kernel.cache_folder()
+    assert other != folder and other.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("has_links", [True, False])

@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -245,7 +246,7 @@ def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -
         return
     compiler = ["nice", cxx_compiler(), *compiler_flags()]
     compilers: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
+    with tempfile.TemporaryDirectory(dir=next(iter(libraries.values())).parent) as name:
         try:
             for kind, library in libraries.items():
                 folder = Path(name, library.stem)
@@ -314,11 +315,11 @@ def cxx_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Make the user's folder of libraries, and return it."""
+    """Make the user's folder of libraries, and return it; a new one if another user could have put code there."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(named).expanduser() / "torchround"
-    try:
+    with suppress(OSError):  # a user in a container may have no home
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return folder
-    except OSError:  # a user in a container may have no home
-        return Path(tempfile.mkdtemp(prefix="torchround-"))
+        if folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & stat.S_IWOTH:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="torchround-"))
