@@ -204,11 +204,8 @@ VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"
 
-
 _HOST = AcceleratorKind("cpu")
-_ON_META: ContextVar[AcceleratorKind | None] = ContextVar(
-    "kind of the device that meta stands for", default=None
-)
+_ON_META: ContextVar[AcceleratorKind | None] = ContextVar("kind that meta stands for", default=None)
 
 
 def register(kind: AcceleratorKind) -> None:

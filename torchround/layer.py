@@ -317,14 +317,10 @@ def decayed_names(model: LayeredModel) -> frozenset[str]:
     them would not simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count
     as vectors.
     """
-    return frozenset(
-        f"{name}.{path}"
-        for name, layer in zip(model.names, model.layers, strict=True)
-        for path, parameter in layer.named_parameters()
-        if parameter.ndim >= 2 and not _is_undecayed(layer, path)
-    )
-
-
-def _is_undecayed(layer: nn.Module, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    return name in getattr(layer.get_submodule(owner), "undecayed", ())
+    names = set()
+    for name, layer in zip(model.names, model.layers, strict=True):
+        for path, parameter in layer.named_parameters():
+            owner, _, key = path.rpartition(".")
+            if parameter.ndim >= 2 and key not in getattr(layer.get_submodule(owner), "undecayed", ()):
+                names.add(f"{name}.{path}")
+    return frozenset(names)

@@ -140,7 +140,7 @@ class EngineTable(Table):
 
     compile: bool | Literal["auto"] = "auto"
     """Code that is compiled. `true`: the host's optimizer update and the layers. `auto`: the layers on accelerators that
-    Inductor writes code for (`cuda`, `xpu`), and the optimizer update from 2^21 trained parameters on. `false`: nothing.
+    Inductor writes code for (`cuda`), and the optimizer update from 2^21 trained parameters on. `false`: nothing.
 
     The compiled update is several times as fast, with the same bits; compiling takes one core about 1 s while the first step
     runs. Layers are compiled during the first step, once for each kind of layer, size of micro-batch and GPU: 10 to 60 s each.

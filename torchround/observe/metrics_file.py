@@ -48,7 +48,7 @@ class MetricsFile:
             if self.path.exists():
                 _drop_after(self.path, self._after_step)
             self._is_begun = True
-        with open(self.path, "ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=_open_no_link) as file:
             end, left = file.seek(0, os.SEEK_END), b"".join(self._unwritten)
             try:
                 while left:
@@ -57,6 +57,10 @@ class MetricsFile:
                 file.truncate(end)
                 raise
         self._unwritten.clear()
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _drop_after(path: Path, after_step: int) -> None:

@@ -36,6 +36,7 @@ MOST_CONFIG_BYTES = 2**15  # a resolved config has about 5,000
 MOST_SETTINGS = 12  # columns of keys that differ
 MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
 MOST_NAME = 200  # letters of a run's name
+VALIDATION = "validation"  # label of a curve
 MOST_SAMPLES, MOST_SAMPLE = 32, 4000  # continuations of prompts, and letters of each
 
 
@@ -65,9 +66,6 @@ PANELS = (
     PagePanel("host_memory", "Host memory", "GiB"),
     PagePanel("mfu", "MFU: share of the devices' peak", percent=True, smooth=True),
 )
-
-
-VALIDATION = "validation"
 
 
 class Curve:

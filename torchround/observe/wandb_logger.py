@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from torchround.observe.record import StepRecord
 
-WANDB_START_S = 30.0  # for the library to start a run on the server
-
 
 class WandbLogger:
     """One run of Weights & Biases. `run_id` goes into checkpoints; a resumed run passes it in to join the same run.
@@ -42,7 +40,7 @@ class WandbLogger:
             # And it would end a run with dozens of lines, curves and last values of each device among them.
             settings=wandb.Settings(
                 console="off",
-                init_timeout=WANDB_START_S,
+                init_timeout=30.0,  # seconds for the server to take the run
                 max_end_of_run_history_metrics=0,
                 max_end_of_run_summary_metrics=0,
             ),
