@@ -95,9 +95,3 @@ def test_adamw_refuses_a_store_without_moments_and_a_step_without_a_rate():
         with pytest.raises(EngineUsageError, match="learning rate"):
             engine.step()
         engine.step(0.1)
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused_before_any_device_is_used():
-    model = toy_model()
-    with pytest.raises(EngineUsageError, match="LBFGS.*closure"):
-        host_engine(model, moment_free(model), HostOptimizer(lambda named: torch.optim.LBFGS(p for _, p in named)))
