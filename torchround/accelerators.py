@@ -12,14 +12,16 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Asked = TypeVar("Asked", bound=Callable[..., Any])
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -205,7 +207,6 @@ VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
 PLANNED_KIND = "cuda"
 
 _HOST = AcceleratorKind("cpu")
-_ON_META: ContextVar[AcceleratorKind | None] = ContextVar("kind that meta stands for", default=None)
 
 
 def register(kind: AcceleratorKind) -> None:
@@ -215,7 +216,7 @@ def register(kind: AcceleratorKind) -> None:
 
 def kind_of(device: str) -> AcceleratorKind:
     """Return the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
-    kind = _ON_META.get() if device == "meta" else _registered().get(device)
+    kind = _on_meta().get() if device == "meta" else _registered().get(device)
     return kind or _HOST
 
 
@@ -236,14 +237,19 @@ def _registered() -> dict[str, AcceleratorKind]:
     return {kind.name: kind for kind in (CudaKind(), AcceleratorKind("xpu"), AcceleratorKind("npu"))}
 
 
+@cache
+def _on_meta() -> ContextVar[AcceleratorKind | None]:
+    return ContextVar("kind of the device that meta stands for", default=None)
+
+
 @contextmanager
 def as_if_on(kind: AcceleratorKind | str) -> Iterator[None]:
     """Let models on `meta` choose as on devices of this kind, in the calling thread, for example to count kernels."""
-    token = _ON_META.set(kind_of(kind) if isinstance(kind, str) else kind)
+    token = _on_meta().set(kind_of(kind) if isinstance(kind, str) else kind)
     try:
         yield
     finally:
-        _ON_META.reset(token)
+        _on_meta().reset(token)
 
 
 @contextmanager
@@ -280,38 +286,44 @@ def deterministic_operations(wanted: bool = True) -> Iterator[None]:
 # What models ask.
 
 
+def _constant(function: Asked) -> Asked:
+    """Mark a function whose result a compiler may take as constant.
+
+    `torch.compiler.assume_constant_result` does the same, but it imports the compiler, which changes the environment.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def is_accelerator(device: str) -> bool:
     """Return whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
     return kind_of(device).name != _HOST.name
 
 
+@_constant
 def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool:
     return kind_of(device).has_offset_attention(dtype, head_dim)
 
 
+@_constant
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
     return kind_of(device).has_grouped_products(dtype)
 
 
+@_constant
 def has_float32_products(device: str, dtype: torch.dtype) -> bool:
     return kind_of(device).has_float32_products(dtype)
 
 
+@_constant
 def has_triton(device: str) -> bool:
     return kind_of(device).has_triton()
 
 
+@_constant
 def shares_kv_heads_under_mask(device: str) -> bool:
     return kind_of(device).shares_kv_heads_under_mask
-
-
-# A compiler may take their results as constant. `torch.compiler.assume_constant_result` does the same, but it imports the
-# compiler, which changes the environment.
-for _answer in (
-    *(is_accelerator, has_offset_attention, has_grouped_products, has_float32_products),
-    *(has_triton, shares_kv_heads_under_mask),
-):
-    _answer.__dict__["_dynamo_marked_constant"] = True
 
 
 @cache
