@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from benchmarks.frame import Benchmark, Option, Report, in_turns
 from torchround.optim import COMPACT, EXACT, StateFormat, UpdateBuffers, UpdateKernel, update_
-from torchround.optim.kernel import KernelKind, get_kernels
-from torchround.optim.range_threads import Range, RangeThreads
+from torchround.optim.kernel import KernelKind, RangeThreads, get_kernels
 from torchround.optim.rules.adamw import AdamWRule
 from torchround.optim.split_weights import split
 
@@ -105,10 +105,18 @@ def copy_loop(numel: int, threads: RangeThreads) -> Callable[[], None]:
     nbytes = numel * TRAFFIC_BYTES["copy"] // 2
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
-    def work(whole: Range) -> None:
-        while (piece := whole.take(COPIED_BYTES)) is not None:
-            first, stop = piece
-            ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, stop - first)
+    taking = threading.Lock()
+
+    def work(following: ctypes.c_int64) -> None:
+        while True:
+            with taking:
+                first = following.value
+                following.value += COPIED_BYTES
+            if first >= nbytes:
+                return
+            ctypes.memmove(
+                target.data_ptr() + first, source.data_ptr() + first, min(COPIED_BYTES, nbytes - first)
+            )
 
     return lambda: threads.run(nbytes, COPIED_BYTES, work)
 

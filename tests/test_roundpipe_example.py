@@ -18,7 +18,8 @@ def test_losses_and_weights_are_those_of_the_engine(update, forward, fused, back
     net = net_of(num_blocks=sum(forward) + fused - 1, width=8, classes=3)
     data = list(batches(5, size=12, width=8, classes=3))
     partition = Partition.from_lists(forward, fused, backward)
-    with Pipeline(net, 2, torch.optim.AdamW, 1e-2, update=update, partition=partition) as engine:
+    settings = {"lr": 1e-2, "weight_decay": 0.0}
+    with Pipeline(net, 2, torch.optim.AdamW, update=update, partition=partition, **settings) as engine:
         expected = []
         for inputs, labels in data:
             expected.append(engine.forward_backward(inputs, labels, LOSS))

@@ -17,20 +17,16 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Asked = TypeVar("Asked", bound=Callable[..., Any])
 
 HALVES = (torch.bfloat16, torch.float16)
 
 # Variables by which a user sets PyTorch's allocator.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-# The error code of a kind that cannot page-lock memory.
-UNSUPPORTED = -1
 
 
 class AcceleratorKind:
@@ -45,13 +41,13 @@ class AcceleratorKind:
     events_cross_devices = False
     # Whether attention with a mask takes fewer kv heads than query heads without writing all scores to memory.
     shares_kv_heads_under_mask = True
+    # Whether products of float16 matrices can add up in float16.
+    adds_in_fp16 = False
     # Whether Inductor writes code for this kind, so that `engine.compile = "auto"` compiles layers.
     compiles = False
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    # Devices.
 
     def count(self) -> int:
         # PyTorch loads other makers' packages itself, if they are installed, and each then adds its module.
@@ -60,8 +56,7 @@ class AcceleratorKind:
 
     def card_name(self, index: int) -> str:
         """Return the maker's name of a card, for the table of known cards."""
-        name: str = torch.get_device_module(self.name).get_device_name(index)
-        return name
+        return str(torch.get_device_module(self.name).get_device_name(index))
 
     def stream(self, device: torch.device, priority: int) -> torch.Stream:
         """Make a stream. Its kernels start before those of streams with a higher number, if the kind has priorities."""
@@ -70,8 +65,6 @@ class AcceleratorKind:
     def event(self, device: torch.device, timed: bool) -> torch.Event:
         """Make an event. A thread that waits for an event that is not `timed` should sleep, not poll."""
         return torch.Event(device=device, enable_timing=timed, blocking=not timed)
-
-    # Device memory, in bytes.
 
     def free_and_total_bytes(self, index: int) -> tuple[int, int]:
         """Return the device memory that no process holds, and all that the device has."""
@@ -88,15 +81,13 @@ class AcceleratorKind:
     def prepare_allocator(self) -> None:
         """Set PyTorch's allocator for this process, before the first allocation on a device."""
 
-    # Host memory. Results are the driver's error codes, 0 for success.
-
     def lock_pages(self, address: int, nbytes: int) -> int:
-        """Page-lock existing host memory for all devices of the process."""
-        return UNSUPPORTED
+        """Page-lock existing host memory for all devices. Returns the driver's error code, 0 for success."""
+        return -1
 
     def unlock_pages(self, address: int) -> int:
         """Undo the `lock_pages` that began at `address`."""
-        return UNSUPPORTED
+        return -1
 
     # Kernels, of all devices of this kind here. If there is none here, the answer is for a machine elsewhere.
 
@@ -111,13 +102,6 @@ class AcceleratorKind:
     def has_float32_products(self, dtype: torch.dtype) -> bool:
         """Return whether `mm` and `addmm` of matrices of this 16-bit type can give float32 (`out_dtype`)."""
         return False
-
-    def fp16_accumulation(self) -> bool | None:
-        """Return whether products of float16 matrices add up in float16, None if the kind has no switch for that."""
-        return None
-
-    def set_fp16_accumulation(self, wanted: bool) -> None:
-        """Set the switch for all devices and threads of the process, if there is one."""
 
     def has_triton(self) -> bool:
         return False
@@ -140,6 +124,7 @@ class CudaKind(AcceleratorKind):
     locks_pages = True
     events_cross_devices = True
     shares_kv_heads_under_mask = False
+    adds_in_fp16 = torch.version.hip is None  # AMD's libraries have no such sums
     compiles = True
 
     def __init__(self, capability: tuple[int, int] | None = None) -> None:
@@ -179,18 +164,10 @@ class CudaKind(AcceleratorKind):
     def has_float32_products(self, dtype: torch.dtype) -> bool:
         # AMD's libraries are called in another way, which has not been looked at. NVIDIA's refuse results in float32 of
         # sums in float16.
-        in_float16 = dtype == torch.float16 and self.fp16_accumulation()
+        in_float16 = dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
         if dtype not in HALVES or torch.version.hip is not None or in_float16:
             return False
         return not self._is_here() or _adds_to_float32(self.name, dtype)
-
-    def fp16_accumulation(self) -> bool | None:
-        # AMD's libraries have no such sums.
-        return None if torch.version.hip else torch.backends.cuda.matmul.allow_fp16_accumulation
-
-    def set_fp16_accumulation(self, wanted: bool) -> None:
-        if torch.version.hip is None:
-            torch.backends.cuda.matmul.allow_fp16_accumulation = wanted
 
     def has_triton(self) -> bool:
         # Older cards have no instructions for bfloat16, which Triton then cannot compile.
@@ -223,27 +200,13 @@ class CudaKind(AcceleratorKind):
         return int(code)
 
 
-class XpuKind(AcceleratorKind):
-    """Intel's GPUs. PyTorch offers no way to page-lock memory that exists already."""
-
-    shares_kv_heads_under_mask = False
-    compiles = True
-
-    def __init__(self) -> None:
-        super().__init__("xpu")
-
-    def has_float32_products(self, dtype: torch.dtype) -> bool:
-        return dtype in HALVES and torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype", "XPU")
-
-    def has_triton(self) -> bool:
-        return missing_for_triton() is None
-
-
 # The variable by which a user chooses cards. AMD's library reads it too.
 VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
 
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"
+
+_HOST = AcceleratorKind("cpu")
 
 
 def register(kind: AcceleratorKind) -> None:
@@ -254,7 +217,7 @@ def register(kind: AcceleratorKind) -> None:
 def kind_of(device: str) -> AcceleratorKind:
     """Return the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
     kind = _on_meta().get() if device == "meta" else _registered().get(device)
-    return kind or _host()
+    return kind or _HOST
 
 
 def known_kinds() -> list[str]:
@@ -270,13 +233,8 @@ def present_kind() -> AcceleratorKind | None:
 
 @cache
 def _registered() -> dict[str, AcceleratorKind]:
-    # Huawei's Ascend cards come with the package torch_npu, and need nothing of their own here.
-    return {kind.name: kind for kind in (CudaKind(), XpuKind(), AcceleratorKind("npu"))}
-
-
-@cache
-def _host() -> AcceleratorKind:
-    return AcceleratorKind("cpu")
+    # Intel's GPUs, and Huawei's Ascend cards with the package torch_npu, run without special kernels.
+    return {kind.name: kind for kind in (CudaKind(), AcceleratorKind("xpu"), AcceleratorKind("npu"))}
 
 
 @cache
@@ -295,16 +253,14 @@ def as_if_on(kind: AcceleratorKind | str) -> Iterator[None]:
 
 
 @contextmanager
-def accumulating_in_fp16(device: str) -> Iterator[None]:
-    """Let products of float16 matrices add up in float16 on devices of this type, and restore the switch afterwards."""
-    kind = kind_of(device)
-    before = kind.fp16_accumulation()
-    assert before is not None, f"{device} devices have no switch for sums in float16"
-    kind.set_fp16_accumulation(True)
+def accumulating_in_fp16() -> Iterator[None]:
+    """Let products of float16 matrices add up in float16 on all cards, and restore PyTorch's switch afterwards."""
+    products = torch.backends.cuda.matmul
+    before, products.allow_fp16_accumulation = products.allow_fp16_accumulation, True
     try:
         yield
     finally:
-        kind.set_fp16_accumulation(before)
+        products.allow_fp16_accumulation = before
 
 
 @contextmanager
@@ -330,7 +286,7 @@ def deterministic_operations(wanted: bool = True) -> Iterator[None]:
 # What models ask.
 
 
-def _constant(function: Callable[P, T]) -> Callable[P, T]:
+def _constant(function: Asked) -> Asked:
     """Mark a function whose result a compiler may take as constant.
 
     `torch.compiler.assume_constant_result` does the same, but it imports the compiler, which changes the environment.
@@ -342,7 +298,7 @@ def _constant(function: Callable[P, T]) -> Callable[P, T]:
 @_constant
 def is_accelerator(device: str) -> bool:
     """Return whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
-    return kind_of(device).name != _host().name
+    return kind_of(device).name != _HOST.name
 
 
 @_constant

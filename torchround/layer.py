@@ -10,7 +10,6 @@ Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -53,20 +52,12 @@ def renamed(tensors: HFTensors, change: Callable[[str], str]) -> HFTensors:
 
 
 def part_shape(tensors: HFTensors, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of each of the tensors that hold a parameter of this shape.
-
-    Raises `ValueError` if the parameter cannot be cut so.
-    """
+    """Return the shape of each of the tensors that hold a parameter of this shape."""
     if isinstance(tensors, str):
         return tuple(shape)
-    if len(tensors) != shape[0]:
-        raise ValueError(f"{len(tensors)} tensors are to be stacked to {tuple(shape)}")
-    joined = {1 if isinstance(entry, str) else len(entry) for entry in tensors}
-    if joined == {1} and isinstance(tensors[0], str):
+    if isinstance(tensors[0], str):
         return tuple(shape[1:])
-    if len(joined) != 1 or shape[1] % (num_joined := joined.pop()):
-        raise ValueError(f"tensors of one shape do not make {tuple(shape)}")
-    return (shape[1] // num_joined, *shape[2:])
+    return (shape[1] // len(tensors[0]), *shape[2:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +169,8 @@ class MicroBatch:
         return MicroBatch(*tensors, **self.facts())
 
     def rebuild(self) -> Callable[[Sequence[Tensor]], "MicroBatch"]:
-        return partial(_rebuilt, self.facts())
+        facts = self.facts()
+        return lambda tensors: MicroBatch(*tensors, **facts)
 
     def for_layer(self, index: int) -> "MicroBatch":
         """Return the micro-batch that layer `index` gets: the same, with a 63-bit dropout seed and a cache of its own."""
@@ -208,10 +200,6 @@ class MicroBatch:
         return None
 
 
-def _rebuilt(facts: Mapping[str, Any], tensors: Sequence[Tensor]) -> MicroBatch:
-    return MicroBatch(*tensors, **facts)
-
-
 def most_documents(document_ids: Tensor) -> int | None:
     """Count the documents of each sequence of `[B, T]` and return the largest count, for `max_documents`.
 
@@ -239,10 +227,8 @@ def with_dropout_seeds(
     `numbers` are the micro-batches' numbers in the step, if they are not all of the step's.
     """
     first = (seed * 2**40 + step) * 2**20  # room for 2^20 micro-batches: no two steps of a run share a number
-    if numbers is None:
-        numbers = range(len(micro_batches))
-    pairs = zip(micro_batches, numbers, strict=True)
-    return [replace(part, dropout_seed=first + number) for part, number in pairs]
+    numbers = range(len(micro_batches)) if numbers is None else numbers
+    return [replace(m, dropout_seed=first + n) for m, n in zip(micro_batches, numbers, strict=True)]
 
 
 class Layer(Protocol):
@@ -264,7 +250,6 @@ class Layer(Protocol):
         The last layer returns the fp32 **sum** of its token losses, shape `[]`. While gradients are disabled it may
         leave out terms that only training needs. Every other layer computes the same either way.
         """
-        ...
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Fill the layer's own parameters in place from `generator`. The first layer that has a tied one fills it."""
@@ -276,7 +261,6 @@ class Layer(Protocol):
         `device` is the kind of device, `cpu` or an accelerator's: the memory that a layer keeps may depend on the
         kernels there.
         """
-        ...
 
 
 def runs_fused(layer: nn.Module, device: str, num_tokens: int = 0) -> bool:
@@ -299,72 +283,44 @@ class LayeredModel:
 
     A parameter that several layers share (the same `nn.Parameter` object) is tied: stored once, and each
     layer's gradient is added to it. Each device has its own copy of the buffers, which no layer may change. Raises
-    `ValueError` for names that repeat or are unknown, and for buffers on `meta`.
+    `ValueError` for names that repeat.
 
     - `own_dtypes`: by stored name, the dtype in which a parameter computes if that is not the store's.
-    - `boundary_bytes(index, shape)`: bytes of layer `index`'s output for a batch of this `shape`, each tensor
-      `aligned`; None if it is not known. For layers without `work`. Sizes that nothing tells are measured
-      in the first pass of a shape.
-    - `decayed`: stored names with weight decay. None means all matrices (`decayed_names`).
     """
 
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
     own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, kw_only=True)
-    boundary_bytes: Callable[[int, torch.Size], int | None] | None = field(default=None, kw_only=True)
-    decayed: frozenset[str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if len(self.names) != len(self.layers):
-            raise ValueError(f"{len(self.names)} names for {len(self.layers)} layers")
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"layer names repeat: {self.names}")
-        for name, layer in zip(self.names, self.layers, strict=True):
-            lost = [key for key, buffer in layer.named_buffers() if buffer.is_meta]
-            if lost:
-                raise ValueError(f"layer {name} holds buffers without values {lost}; make them on the CPU")
-        if unknown := sorted((self.decayed or frozenset()) - self.stored_shapes().keys()):
-            raise ValueError(f"decayed names parameters that the model does not store: {unknown[:5]}")
-
-    def constants(self) -> list[Tensor]:
-        return list({id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}.values())
 
     def constant_bytes(self) -> int:
         """Count the bytes that the buffers take on each device."""
-        return sum(aligned(part.nbytes) for part in self.constants())
+        buffers = {id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}
+        return sum(aligned(part.nbytes) for part in buffers.values())
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
-        shapes: dict[str, torch.Size] = {}
-        seen: set[int] = set()
+        first: dict[int, tuple[str, torch.Size]] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
             for path, parameter in layer.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    shapes[f"{name}.{path}"] = parameter.shape
-        return shapes
+                first.setdefault(id(parameter), (f"{name}.{path}", parameter.shape))
+        return dict(first.values())
 
 
 def decayed_names(model: LayeredModel) -> frozenset[str]:
     """Return the names, as in `LayeredModel.stored_shapes`, of the parameters that weight decay applies to.
 
-    These are the matrices: projections, embeddings, experts. Vectors only shift or scale, so shrinking them would not
-    simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count as
-    vectors. A model that lists its `decayed` parameters decides for itself.
+    These are the matrices, and stacks of them: projections, embeddings, experts. Vectors only shift or scale, so shrinking
+    them would not simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count
+    as vectors.
     """
-    return matrix_names(model) if model.decayed is None else model.decayed
-
-
-def matrix_names(model: LayeredModel) -> frozenset[str]:
-    """Return the names of the matrices and of stacks of them. A module's `undecayed` parameters count as vectors."""
-    return frozenset(
-        f"{name}.{path}"
-        for name, layer in zip(model.names, model.layers, strict=True)
-        for path, parameter in layer.named_parameters()
-        if parameter.ndim >= 2 and not _is_undecayed(layer, path)
-    )
-
-
-def _is_undecayed(layer: nn.Module, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    return name in getattr(layer.get_submodule(owner), "undecayed", ())
+    names = set()
+    for name, layer in zip(model.names, model.layers, strict=True):
+        for path, parameter in layer.named_parameters():
+            owner, _, key = path.rpartition(".")
+            if parameter.ndim >= 2 and key not in getattr(layer.get_submodule(owner), "undecayed", ()):
+                names.add(f"{name}.{path}")
+    return frozenset(names)

@@ -41,9 +41,6 @@ class KeptWork:
         return KeptWork(name, sum(map(aligned, sizes)), flops, activation_bytes, kind)
 
 
-PRODUCT_KINDS = ("dense", "grouped", "head")
-
-
 @dataclass(frozen=True)
 class Products:
     """Matrix products of one kind in the forward of a layer. A multiply-add is 2 FLOPs.
@@ -51,16 +48,12 @@ class Products:
     - `flops`: products of the forward, once per token that is computed.
     - `frozen_flops`: the part of `flops` spent on products with frozen weights.
     - `kind`: `"dense"`, attention included, `"grouped"` for stacks of experts, or `"head"`. Each has a rate of its own
-      (`planning/rates.py`). Another kind is a `ValueError`.
+      (`planning/rates.py`).
     """
 
     flops: float
     frozen_flops: float = 0.0
     kind: str = "dense"
-
-    def __post_init__(self) -> None:
-        if self.kind not in PRODUCT_KINDS:
-            raise ValueError(f"kind = {self.kind!r} of products must be one of {PRODUCT_KINDS}")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
-from torchround.observe import MetricsLogger
+from torchround.observe.logger import MetricsLogger
 from torchround.observe.record import PromptSample
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
@@ -111,7 +111,7 @@ class Trainer:
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
         with StopRequest(machines.names) as stop:
             try:
-                with accumulating_in_fp16(parts.hardware.kind) if in_fp16 else nullcontext():
+                with accumulating_in_fp16() if in_fp16 else nullcontext():
                     ended_by, exit_code = self._measure_and_train(stop)
             finally:
                 self._metrics.close()

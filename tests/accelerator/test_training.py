@@ -29,7 +29,6 @@ ROWS_HERE = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 @pytest.mark.parametrize("row", ROWS_HERE)
 def test_a_row_has_the_bits_of_the_reference_on_the_device(kind, row):
     """Each second one shares two devices, if there are two."""

@@ -9,9 +9,7 @@ from tests.support.toy import OPTIMIZER, assert_same_state, toy_batches, toy_mod
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, Ownership
 from torchround.engine.store.host_store import HostStore
-from torchround.optim import NO_STATE, HostOptimizer, HostOptimizerError
-
-pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
+from torchround.optim import NO_STATE, HostOptimizer
 
 # Faults and skipped steps.
 
@@ -98,9 +96,3 @@ def test_adamw_refuses_a_store_without_moments_and_a_step_without_a_rate():
         with pytest.raises(EngineUsageError, match="learning rate"):
             engine.step()
         engine.step(0.1)
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused_before_any_device_is_used():
-    model = toy_model()
-    with pytest.raises(HostOptimizerError, match="LBFGS.*closure"):
-        host_engine(model, moment_free(model), HostOptimizer(lambda named: torch.optim.LBFGS(p for _, p in named)))

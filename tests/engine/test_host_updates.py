@@ -15,7 +15,6 @@ from torchround.engine.board import Observer
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import HostOptimizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 STEPS = 4
 
 

@@ -20,8 +20,6 @@ from torchround.engine.program import Program
 from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, PART, RECORDS, STATE, WEIGHTS, Buffer
 from torchround.layer import LayeredModel
 
-pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
-
 UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (6, 1, 4, 5), strict=True)]
 
 

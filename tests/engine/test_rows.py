@@ -15,7 +15,6 @@ from tests.support.toy import planted_model, toy_batches
 from torchround.engine.errors import EngineUsageError
 from torchround.optim import stability
 
-pytestmark = pytest.mark.filterwarnings("ignore::torchround.optim.SlowerOptimizerWarning")
 # A compiler may add up the terms of each sum in another order. Longest path: forward and backward through all blocks, whose
 # sums have the widths of the model, its feed-forward and its sequences; then four updates.
 TERMS = 4 * 3 * 6 * 64

@@ -101,7 +101,7 @@ def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, know
     found = head(card)
     assert found.get("base_model") == known == hub_name(Path(base), called)
     assert found["datasets"] == ["HuggingFaceH4/no_robots"] and found["library_name"] == "peft"
-    assert found["tags"] == ["torchround", "lora"]
+    assert found["tags"] == ["torchround"]
     assert "/secret" not in card and "/home" not in card
     assert "\n# evil" not in card and "``" not in card.replace("```", "")
     assert known or "trained from `My-Base`" in card

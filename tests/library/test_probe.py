@@ -1,7 +1,6 @@
 """The probe refuses layers that cannot run on stateless devices, by name, at the first batch; and it measures the others."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +9,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from torchround import Pipeline
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.host_store import HostStore
-from torchround.library.model_state import fill_store
 from torchround.library.module_layer import wrap
 from torchround.library.probe import probe
-from torchround.library.refusals import PipelineUsageError
 from torchround.library.sample_batch import cut
 
 INPUTS = torch.linspace(-1, 1, 24).reshape(6, 4)
@@ -27,9 +25,9 @@ def square(outputs, labels):
 def measured(net, loss_fn=square, inputs=INPUTS):
     wrapped = wrap(net)
     store = HostStore(wrapped.model)
-    fill_store(store, wrapped, dict(net.named_parameters()))
+    wrapped.fill(store, net.state_dict())
     batches = cut(inputs, None, 1, loss_fn, is_training=True, seed=0, call=0)
-    return wrapped.layers(), probe(wrapped, store, batches[0])
+    return wrapped.layers, probe(wrapped, store, batches[0])
 
 
 class Calls(nn.Module):
@@ -40,8 +38,7 @@ class Calls(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
         self.register_buffer("seen", torch.zeros(1))
         self.norm = nn.BatchNorm1d(4)
-        self.count, self.memory, self.inside = 0, [], SimpleNamespace(count=0)
-        self.box, self.named = [Opaque(0)], {"a": Opaque([])}
+        self.count = 0
         self.function = function
 
     def forward(self, hidden):
@@ -65,36 +62,21 @@ class Opaque:
     def __init__(self, hidden):
         self.hidden = hidden
 
-    def __eq__(self, other):
-        return True
-
 
 OUTSIDE = nn.Parameter(torch.ones(4))
 REFUSED = {
     "attribute": (doing(lambda layer, _: setattr(layer, "count", layer.count + 1)), "changes count"),
-    "list": (doing(lambda layer, hidden: layer.memory.append(hidden.detach())), "changes memory"),
-    "object's in a list": (doing(lambda layer, _: setattr(layer.box[0], "count", 1)), "changes box"),
-    "list's of an object in a dict": (doing(lambda layer, _: layer.named["a"].hidden.append(1)), "changes named"),
-    "object's": (doing(lambda layer, _: setattr(layer.inside, "count", 1)), "changes inside"),
     "running statistics": (lambda layer, hidden: layer.norm(hidden), "changes norm.running_mean.*GroupNorm"),
     "buffer": (doing(lambda layer, _: layer.seen.add_(1)), "changes seen"),
     "buffer's data": (doing(lambda layer, _: layer.seen.data.fill_(7)), "changes seen"),
     "buffer replaced": (doing(lambda layer, _: setattr(layer, "seen", layer.seen + 1)), "changes seen"),
     "weight": (doing(lambda layer, _: layer.weight.mul_(0.5)), "changes weight"),
-    "input": (lambda layer, hidden: hidden.relu_(), r"changes its input in place.*inplace=False"),
-    "view of the input": (lambda layer, hidden: hidden[:, 1:].zero_().clone(), "changes its input in place"),
+    "input": (lambda layer, hidden: hidden.relu_(), "in-place operation"),
+    "view of the input": (lambda layer, hidden: hidden[:, 1:].zero_().clone(), "in-place operation"),
     "Python's random": (lambda layer, hidden: hidden * random.random(), "gives other values when it runs again"),
     "a plain value": (lambda layer, hidden: (hidden, random.random()), "gives other values when it runs again"),
     "weight outside": (lambda layer, hidden: hidden * OUTSIDE, r"uses a trained tensor of shape \(4,\)"),
-    "object": (lambda layer, hidden: Opaque(hidden), "returns a Opaque, which cannot travel"),
-    "sparse": (
-        lambda layer, hidden: hidden.to_sparse(),
-        "returns a Tensor, which cannot travel; return plain dense tensors",
-    ),
-    "generator": (
-        lambda layer, hidden: torch.rand(6, 4, generator=torch.Generator().manual_seed(0)),
-        "draws from a generator of its own",
-    ),
+    "object": (lambda layer, hidden: Opaque(hidden), "a .*Opaque between two layers"),
     "checkpoint": (
         lambda layer, hidden: checkpoint(
             lambda value: functional.dropout(value * layer.weight, 0.5), hidden, use_reentrant=False
@@ -108,21 +90,21 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_layer_that_cannot_be_run_anywhere_is_refused_by_name(case):
     function, message = REFUSED[case]
-    with pytest.raises(PipelineUsageError, match=rf"^layer 1 \(Calls\): .*{message}"):
+    with pytest.raises(EngineUsageError, match=rf"^layer 1 \(Calls\): .*{message}"):
         measured(nn.Sequential(nn.Linear(4, 4), Calls(function), nn.Identity()), lambda *_: torch.tensor(0.0))
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (lambda outputs, labels: outputs, r"returned torch.float32 \(6, 4\)"),
-        (lambda outputs, labels: 3.0, "returned a float"),
-        (lambda outputs, labels: outputs.argmax(), r"returned torch.int64 \(\)"),
+        (lambda outputs, labels: outputs, r"returned torch.float32 \[6, 4\]"),
+        (lambda outputs, labels: 3.0, "returned float"),
+        (lambda outputs, labels: outputs.argmax(), r"returned torch.int64 \[\]"),
         (lambda outputs, labels: torch.tensor(1.0), "the loss does not depend on anything that is trained"),
     ],
 )
 def test_a_loss_that_is_no_number_to_train_with_is_refused(loss_fn, message):
-    with pytest.raises(PipelineUsageError, match=message):
+    with pytest.raises(EngineUsageError, match=message):
         measured(nn.Sequential(nn.Linear(4, 4)), loss_fn)
 
 
@@ -131,7 +113,7 @@ def test_a_refusal_leaves_inputs_weights_and_the_pipeline_as_they_were():
     inputs = INPUTS.clone()
     with Pipeline(net, 1) as pipeline:
         for call in (lambda: pipeline.forward_backward(inputs, None, square), lambda: pipeline.forward(inputs)):
-            with pytest.raises(PipelineUsageError, match=r"layer 0 \(ReLU\): it changes its input in place"):
+            with pytest.raises(EngineUsageError, match=r"layer 0 \(ReLU\): it changes its input .*inplace=False"):
                 call()
         assert torch.equal(inputs, INPUTS)
         assert torch.equal(pipeline.weights()["1.weight"], net[1].weight)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchround.library.refusals import PipelineUsageError
+from torchround.engine.errors import EngineUsageError
 from torchround.library.sample_batch import cut, joined
-from torchround.library.seeds import INFERENCE, UnseededDrawError, drawing, layer_seed
+from torchround.library.seeds import INFERENCE, drawing, layer_seed
 
 
 def pieces(inputs, labels=None, num_micro_batches=3):
@@ -48,25 +48,24 @@ def test_rebuilt_on_a_device_a_batch_keeps_its_structure_and_none_of_its_tensors
         (torch.zeros(4, 2), torch.zeros(5), 2, r"\[4, 5\] samples"),
         ({"a": torch.zeros(4), "b": [torch.zeros(3)]}, None, 2, r"\[3, 4\] samples"),
         (torch.zeros(0, 2), None, 2, r"\[0\] samples"),
-        (3.0, torch.zeros(4), 2, "inputs need one"),
-        (torch.tensor(3.0), None, 2, "inputs need one"),
-        (torch.zeros(4, requires_grad=True), None, 2, "requires a gradient"),
-        (torch.zeros(4), None, 0, "num_micro_batches = 0"),
+        (3.0, torch.zeros(4), 2, "one of them in the inputs"),
+        (torch.tensor(3.0), None, 2, "one of them in the inputs"),
+        (torch.zeros(4, requires_grad=True), None, 2, "detach them"),
     ],
 )
 def test_a_batch_whose_tensors_do_not_fit_is_refused(inputs, labels, count, message):
-    with pytest.raises(PipelineUsageError, match=message):
+    with pytest.raises(EngineUsageError, match=message):
         pieces(inputs, labels, count)
 
 
 def test_outputs_are_joined_leaf_by_leaf():
     first = {"x": torch.zeros(2, 3), "mean": torch.tensor(1.0), "seq": torch.zeros(5, 2), "kind": "a"}
-    second = {"x": torch.ones(1, 3), "mean": torch.tensor(2.0), "seq": torch.ones(5, 1), "kind": "a"}
+    second = {"x": torch.ones(1, 3), "mean": torch.tensor(2.0), "seq": torch.ones(5, 1), "kind": "b"}
     found = joined([first, second], [2, 1])
     assert torch.equal(found["x"], torch.cat([first["x"], second["x"]]))
     assert found["mean"] == [torch.tensor(1.0), torch.tensor(2.0)]
     assert [part.shape for part in found["seq"]] == [(5, 2), (5, 1)]
-    assert found["kind"] == "a"
+    assert found["kind"] == ["a", "b"]
 
 
 # Layers draw from seeds of their own: repeatable, apart from PyTorch's default generator and from other threads.
@@ -120,11 +119,9 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other():
 
 
 def test_a_draw_that_cannot_be_seeded_is_refused():
-    with drawing(0), pytest.raises(UnseededDrawError, match="generator of its own"):
-        torch.rand(3, generator=torch.Generator())
     with drawing(0):  # without dropout attention draws nothing
         functional.scaled_dot_product_attention(*torch.randn(3, 2, 3, 4, 5))
-    with drawing(0), pytest.raises(UnseededDrawError, match="takes no generator"):
+    with drawing(0), pytest.raises(RuntimeError, match="takes no generator"):
         torch.native_dropout(torch.ones(3), 0.5, True)
 
 

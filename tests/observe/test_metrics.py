@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.disks import files_limited_to
 from tests.support.step_records import ENGINE, record
-from torchround.observe import MetricsFile
+from torchround.observe.metrics_file import MetricsFile
 
 
 def steps_in(path):

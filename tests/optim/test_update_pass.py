@@ -156,28 +156,26 @@ def test_predicted_device_weights_are_one_more_step_along_the_kept_state_rounded
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        ({"residual": None}, "residual"),
-        ({"residual": torch.zeros(300)}, "residual has dtype"),
-        ({"current": None}, "current"),
-        ({"written": torch.zeros(300)}, "written has dtype"),
-        ({"written": torch.zeros(2, 150, dtype=torch.bfloat16)}, "written has shape"),
-        ({"gradient": None}, "gradient"),
-        ({"gradient": torch.zeros(299)}, "gradient has shape"),
-        ({"gradient": torch.zeros(300, dtype=torch.int64)}, "gradient has dtype"),
-        ({"parts": {}}, "exp_avg"),
+        {"residual": None},
+        {"current": None},
+        {"written": torch.zeros(2, 150, dtype=torch.bfloat16)},
+        {"gradient": None},
+        {"gradient": torch.zeros(299)},
+        {"parts": {}},
     ],
+    ids=str,
 )
-def test_buffers_that_do_not_fit_together_are_refused_untouched(change, words):
+def test_buffers_that_do_not_fit_together_are_refused_untouched(change):
     buffers = replace(buffers_of(SPLIT_COMPACT, 300), **change)
     before = mapped(buffers, Tensor.clone)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="missing, or of another length"):
         update(SPLIT_COMPACT, buffers)
     assert same(buffers, before)
 
 
-def test_predictions_of_split_or_shared_weights_and_a_step_below_one_are_refused():
+def test_predictions_of_split_or_shared_weights_are_refused():
     shared = buffers_of(PREDICTED, 300)
     shared.written = shared.weight
     for buffers in (buffers_of(SPLIT, 300), shared):
@@ -185,5 +183,3 @@ def test_predictions_of_split_or_shared_weights_and_a_step_below_one_are_refused
         with pytest.raises(ValueError, match="predict"):
             update_(buffers, lr=LR, update=1, predicts=True)
         assert same(buffers, before)
-    with pytest.raises(ValueError, match="got 0"):
-        update_(buffers_of(SPLIT, 10), lr=LR, update=0)

@@ -1,7 +1,5 @@
 """Weight decay by what a parameter is, not by its number of dimensions, in every family and with adapters."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.support.small_decoders import decoder
@@ -48,13 +46,3 @@ def test_adapters_decay():
     model = decoder("llama3", "debug", ("q_proj", "down_proj"), num_layers=1)
     adapters = {name for name in model.stored_shapes() if "lora_" in name}
     assert len(adapters) == 4 and adapters < decayed_names(model)
-
-
-def test_a_model_may_say_by_name_what_decays():
-    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug", num_layers=1))
-    chosen = frozenset(name for name in model.stored_shapes() if "norm" in name)
-    store = HostStore(replace(model, decayed=chosen))
-    assert set().union(*map(decaying, store.bundles)) == chosen and chosen
-    assert not any(map(decaying, HostStore(replace(model, decayed=frozenset())).bundles))
-    with pytest.raises(ValueError, match="does not store.*block.0.nothing"):
-        replace(model, decayed=chosen | {"block.0.nothing"})

@@ -13,7 +13,7 @@ from tests.support.step_records import Clock
 from torchround.engine.device import CpuDevice
 from torchround.engine.reports import IdleSeconds
 from torchround.layer import LayerWork, Products
-from torchround.observe import host_gib, host_peak_gib
+from torchround.observe.record import host_gib, host_peak_gib
 from torchround.run.step_meter import StepMeter, flops_per_token, mfu
 
 

@@ -13,38 +13,21 @@ __all__ = ["small_runs"]  # the fixture
 ON = ("--training.dtype=float16", "--training.fp16_accumulation=true")
 
 
-class WithSwitch(AcceleratorKind):
-    """The host as a kind with a switch, which notes how it was set."""
-
-    def __init__(self):
-        super().__init__("cpu")
-        self.settings = [False]
-
-    def fp16_accumulation(self):
-        return self.settings[-1]
-
-    def set_fp16_accumulation(self, wanted):
-        self.settings.append(wanted)
+def is_on():
+    return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
-@pytest.fixture
-def switch(monkeypatch):
-    kind = WithSwitch()
+def test_a_run_switches_it_on_for_its_steps_and_restores_it(small_runs, monkeypatch):
+    kind = AcceleratorKind("cpu")
+    kind.adds_in_fp16 = True
     monkeypatch.setitem(accelerators._registered(), "cpu", kind)
-    return kind
-
-
-def test_a_run_switches_it_on_for_its_steps_and_restores_it(small_runs, switch, monkeypatch):
     seen = []
-    before_step(monkeypatch, 2, lambda: seen.append(switch.fp16_accumulation()))
+    before_step(monkeypatch, 2, lambda: seen.append(is_on()))
     assert small_runs("on", *ON, "--training.steps=2") == 0
-    assert seen == [True] and switch.settings == [False, True, False]
-    with pytest.raises(KeyError), accumulating_in_fp16("cpu"):
+    assert seen == [True] and not is_on()
+    with pytest.raises(KeyError), accumulating_in_fp16():
         raise KeyError
-    assert switch.settings[3:] == [True, False]
-    switch.settings = [True]  # as a program set it that calls the library
-    assert small_runs("off", "--training.dtype=float16", "--training.steps=2") == 0
-    assert switch.settings == [True], "a run that does not ask for it leaves it alone"
+    assert not is_on()
 
 
 @pytest.mark.parametrize(
@@ -64,13 +47,12 @@ def test_devices_without_the_switch_and_other_dtypes_are_refused_before_anything
 
 def test_a_card_with_sums_in_float16_gives_no_products_in_float32():
     """Its libraries refuse that combination, so gradients are added block by block then."""
-    kind, before = CudaKind((8, 9)), torch.backends.cuda.matmul.allow_fp16_accumulation
-    assert before is False and kind.has_float32_products(torch.float16)
-    with accumulating_in_fp16("cuda"):
-        assert torch.backends.cuda.matmul.allow_fp16_accumulation is True
-        assert not kind.has_float32_products(torch.float16)
+    kind = CudaKind((8, 9))
+    assert not is_on() and kind.has_float32_products(torch.float16)
+    with accumulating_in_fp16():
+        assert is_on() and not kind.has_float32_products(torch.float16)
         assert kind.has_float32_products(torch.bfloat16)
-    assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
+    assert not is_on()
 
 
 # A fixed order.

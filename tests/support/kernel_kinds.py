@@ -1,10 +1,11 @@
 """Kinds of compiled updates, with two rules for tests beside AdamW."""
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
 
-from torchround.optim import COMPACT, EXACT, StateValue, UpdateRule
+from torchround.optim import COMPACT, EXACT, StateValue, UpdateBuffers, UpdateRule
 from torchround.optim.formats import exact_root
 from torchround.optim.kernel import KernelKind
 from torchround.optim.rules.adamw import AdamWRule
@@ -98,3 +99,51 @@ def cut_out(buffers, start, stop):
         parts.update(zip((part.name for part in buffers.format.parts(value)), ranges, strict=True))
     cut = {name: tensor[start:stop] for name, tensor in tensors.items() if tensor is not None}
     return replace(buffers, parts=parts, **cut)
+
+
+def example_buffers(kind, numel, seed=0):
+    """Return buffers of this kind with random numbers; state down to denormal numbers and zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weight, gradient, direction = (torch.randn(numel, generator=generator) for _ in range(3))
+    parts = {}
+    for value in kind.rule.values:
+        exponents = torch.randint(-46, 3, (numel,), generator=generator)
+        numbers = torch.randn(numel, generator=generator) * 10.0**exponents
+        kept = kind.format.encode(value, numbers if value.is_signed else numbers.abs())
+        for part, tensor in zip(kind.format.parts(value), kept, strict=True):
+            parts[part.name] = tensor.contiguous()
+    residual = torch.randint(-(2**15), 2**15, (numel,), generator=generator).to(torch.int16)
+    return UpdateBuffers(
+        kind.rule,
+        kind.format,
+        None if kind.splits else weight,
+        residual if kind.splits else None,
+        weight.bfloat16() if kind.splits else None,
+        torch.full((numel,), 7.0, dtype=kind.written),
+        parts,
+        gradient.to(kind.gradient),
+        direction.to(kind.direction) if kind.direction is not None else None,
+    )
+
+
+def written_in_place(buffers, predicts):
+    """Return a copy whose device weights are written over what is read, if the dtypes allow that."""
+    copied = copy_of(buffers)
+    if copied.weight is None:
+        return replace(copied, written=copied.current)
+    if copied.written.dtype == torch.float32 and not predicts:
+        return replace(copied, written=copied.weight)
+    return copied
+
+
+def copy_of(buffers):
+    """Return buffers of the same content. Two that are one stay one."""
+    return replace(copy.deepcopy(buffers), rule=buffers.rule, format=buffers.format)
+
+
+def have_same_bits(left, right):
+    """Return whether everything that an update writes is equal, bit for bit."""
+    written = [(each.weight, each.residual, each.written, *each.parts.values()) for each in (left, right)]
+    pairs = zip(*written, strict=True)
+    # As bytes: two NaNs of the same bits are equal, and the two zeros are not.
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs if a is not None)

@@ -48,7 +48,7 @@ class Reference:
                 if parameter.ndim > 1 and path.rpartition(".")[2] not in getattr(owner, "undecayed", ()):
                     matrices.add(name)
         self.weights = {name: weights[name].float().clone() for name in self.uses if name not in self.frozen}
-        self.decayed = matrices if model.decayed is None else model.decayed
+        self.decayed = matrices
         self.table = None if callable(optimizer) else optimizer
         self.parameters = {name: nn.Parameter(weight) for name, weight in self.weights.items()}
         self.torch = optimizer(list(self.parameters.items())) if self.table is None else None

@@ -22,7 +22,8 @@ from torchround.checkpoint.folders import UNFINISHED, checkpoint_name
 from torchround.commands import configured_model
 from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
-from torchround.observe import MetricsLogger, run_page
+from torchround.observe import run_page
+from torchround.observe.logger import MetricsLogger
 from torchround.run import early_end
 
 CHECKPOINT_EVENTS = {

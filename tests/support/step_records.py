@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from torchround.observe import MetricsFile, StepRecord
+from torchround.observe.metrics_file import MetricsFile
+from torchround.observe.record import StepRecord
 
 RECORD = StepRecord(
     step=1,

@@ -25,7 +25,6 @@ from torchround.commands.plan_run import configured_question, known_vocab_size
 from torchround.config import ConfigError, EngineTable, parse_command_line
 from torchround.config.load import find_config
 from torchround.engine.errors import EngineError
-from torchround.optim.kernel import keep_inductor_private
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import report_plan
 from torchround.run import hardware
@@ -92,7 +91,6 @@ def compiler_text(kind: AcceleratorKind) -> str:
     if (missing := kind.missing_compiler()) is not None:
         return missing
     try:
-        keep_inductor_private()
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=kind.name))
     except Exception as error:  # noqa: BLE001  (compilers raise errors of any type)
         reason = str(error).strip().partition("\n")[0]

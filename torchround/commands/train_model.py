@@ -46,7 +46,7 @@ from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.machines.group import LaunchError, MachineError
-from torchround.observe import users_writer
+from torchround.observe.logger import users_writer
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import host_memory, report_plan
 from torchround.planning.run_question import PlannedMachines, RunQuestion

@@ -61,13 +61,9 @@ class ValueSizes:
         """Count the bytes of the input of layer `cut`, or of the model's output; 0 if they are not known yet."""
         if (cut, shape) not in self._boundaries:
             work = getattr(self._model.layers[cut - 1], "work", None)
-            nbytes: int | None = None
-            if self._model.boundary_bytes is not None:
-                nbytes = self._model.boundary_bytes(cut - 1, shape)
-            elif work is not None and cut < self.num_layers:  # the last layer's work is that of a loss
-                nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
-            if nbytes is None:
+            if work is None or cut >= self.num_layers:  # the last layer's work is that of a loss
                 return 0
+            nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
             self._boundaries.setdefault((cut, shape), nbytes)
         return self._boundaries[cut, shape]
 

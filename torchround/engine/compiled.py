@@ -28,7 +28,6 @@ from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
-from torchround.optim.kernel import keep_inductor_private
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +180,6 @@ class CompiledShape:
     def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
         options: dict[str, Any] | None = None
         if backend == "inductor":
-            keep_inductor_private()
             # Equal runs give equal bits. Inductor then does not choose by measured times how sums add up. Code for virtual
             # devices has one thread, because it splits sums by threads, and the number of the thread that compiles would be
             # in the cached code.

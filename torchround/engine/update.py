@@ -36,8 +36,7 @@ from torchround.optim import (
     sum_of_squares,
 )
 from torchround.optim.host_optimizer import Hyperparameters
-from torchround.optim.kernel import KernelKind, get_kernels
-from torchround.optim.range_threads import RangeThreads
+from torchround.optim.kernel import KernelKind, RangeThreads, get_kernels
 from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
 
 

@@ -100,7 +100,7 @@ def generate(
     all of them. The model's last layer must give logits (`MicroBatch.wants`). Raises `ValueError` for an empty prompt, for
     one that is too long for the model, and for logits that are not numbers.
     """
-    _check(engine, prompts, max_tokens, batch_size)
+    _check(engine, prompts, max_tokens)
     sampling = sampling or Sampling()
     seen: Counter[tuple[int, ...]] = Counter()
     sequences = []
@@ -246,14 +246,10 @@ def _asks_for_logits(
     )
 
 
-def _check(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int) -> None:
+def _check(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {index} has no tokens; a continuation needs at least one before it")
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens = {max_tokens}; legal: 0 or more")
-    if batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size}; legal: 1 or more")
     limits = [getattr(layer, "longest", None) for layer in engine.model.layers]
     most = min((limit for limit in limits if limit is not None), default=NO_LIMIT)
     longest = max(map(len, prompts), default=0)

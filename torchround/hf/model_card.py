@@ -58,9 +58,7 @@ def _head(facts: CardFacts) -> Iterator[str]:
     if datasets:
         yield "datasets:"
         yield from (f"- {json.dumps(name)}" for name in dict.fromkeys(datasets))
-    yield "tags:"
-    tags = ["torchround", *(["lora"] if facts.run.get("lora", {}).get("rank") else [])]
-    yield from (f"- {tag}" for tag in tags)
+    yield "tags: [torchround]"
     yield "---"
 
 

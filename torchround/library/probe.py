@@ -7,68 +7,55 @@ would train wrongly without any error, so the probe refuses it by name. One laye
 
 import copy
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import PLAIN
-from torchround.keeping import recording, replaying
-from torchround.layer import LayeredModel, aligned
-from torchround.library.module_layer import ModuleLayer, WrappedNet
-from torchround.library.refusals import PipelineUsageError, layer_text
+from torchround.engine.worker.compute import checked_loss
+from torchround.engine.worker.slots import PLAIN, flatten, unflatten
+from torchround.layer import aligned
+from torchround.library.module_layer import ModuleLayer, WrappedNet, layer_text
 from torchround.library.sample_batch import SampleBatch, tensors_of
 from torchround.library.seeds import is_random
-from torchround.planning.cards import ASSUMED_DEVICE
-from torchround.planning.costs import Costs, KeptCost, LayerCost
-from torchround.planning.memory import MemoryLimits
-from torchround.planning.partition import Partition
-from torchround.planning.planner import InfeasiblePlanError, make_plan
-from torchround.run.hardware import Hardware
-from torchround.run.numbers import layer_numels, parameter_counts
+from torchround.planning.costs import LayerCost
+from torchround.run.numbers import layer_numels
 
 # Gradients add up on devices in float32.
 ACCUMULATE_BYTES = 4
-# Containers and objects inside each other are followed this deep, for what a layer remembers.
-FOLLOWED = 4
 
 
-def probe(
-    wrapped: WrappedNet, store: HostStore, batch: SampleBatch, keep: Sequence[str] = ()
-) -> list[LayerCost]:
-    """Run every layer on the host with one micro-batch and return what it costs, and which of the parts `keep` it has.
+def probe(wrapped: WrappedNet, store: HostStore, batch: SampleBatch) -> list[LayerCost]:
+    """Run every layer on the host with one micro-batch, and return its costs.
 
-    Raises `PipelineUsageError` for the first layer that fails or cannot work. The layers of `wrapped` learn what they draw
+    Raises `EngineUsageError` for the first layer that fails or cannot work. The layers of `wrapped` learn what they draw
     and receive.
     """
     hidden: Any = None
     costs = []
-    layers = zip(wrapped.model.names, wrapped.layers(), layer_numels(wrapped.model), strict=True)
+    layers = zip(wrapped.model.names, wrapped.layers, layer_numels(wrapped.model), strict=True)
     for index, (name, layer, (trained, frozen)) in enumerate(layers):
         try:
             probed = _with_weights(layer, index, store)
-            hidden, cost = _probe_layer(layer, probed, batch.for_layer(index), hidden, keep)
-        except MemoryError:
-            raise
+            with torch.set_grad_enabled(batch.is_training):
+                hidden, cost = _probe_layer(layer, probed, batch.for_layer(index), hidden)
         except Exception as error:
-            kind = "" if isinstance(error, PipelineUsageError) else f"{type(error).__name__}: "
-            raise PipelineUsageError(f"{layer_text(name, layer.module)}: {kind}{error}") from error
+            kind = "" if isinstance(error, EngineUsageError) else f"{type(error).__name__}: "
+            raise EngineUsageError(f"{layer_text(name, layer.module)}: {kind}{error}") from error
         weight_bytes, gradient_bytes = (trained + frozen) * store.dtype.itemsize, trained * ACCUMULATE_BYTES
         costs.append(replace(cost, name=name, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes))
     return costs
 
 
 def _with_weights(layer: ModuleLayer, index: int, store: HostStore) -> ModuleLayer:
-    """Return a copy of a layer with its weights from the store, and without what an earlier probe has found."""
+    """Copy a layer with its weights from the store, and without what an earlier probe has found."""
     found = copy.deepcopy(layer)
-    found.forget_probe()
+    found.draws, found.receives = True, ()
     weights = store.weights()
     own = {location.path: location.parameter.name for location in store.locations[index]}
     leaves: dict[str, nn.Parameter] = {}
@@ -82,82 +69,63 @@ def _with_weights(layer: ModuleLayer, index: int, store: HostStore) -> ModuleLay
 
 
 def _probe_layer(
-    shell: ModuleLayer, layer: ModuleLayer, batch: SampleBatch, hidden: Any, keep: Sequence[str]
+    shell: ModuleLayer, layer: ModuleLayer, batch: SampleBatch, hidden: Any
 ) -> tuple[Any, LayerCost]:
     """Check and measure `layer`, and note in `shell` what was found. Returns its output and its costs.
 
     A tensor of `hidden` requires a gradient if it does in a plain loop.
     """
-    watch, start = _Watch(), time.perf_counter()
-    plain = _first_run(layer, batch, hidden, watch)
-    forward_s = time.perf_counter() - start
-    shell.draws = watch.draws
-    # A pass without gradients keeps nothing. The planner still cuts backward stages, by the usual proportion.
-    cost = LayerCost(
-        *("", forward_s, 2 * forward_s),
-        boundary_bytes=sum(aligned(leaf.nbytes) for leaf in tensors_of(plain)),
-        workspace_bytes=watch.largest_bytes,
-    )
-    if not batch.is_training:
-        return plain, cost
-    shell.receives = tuple(tensor.requires_grad for tensor in tensors_of(hidden))
+    layer.use_modes(batch.is_training)
+    trained = [part for part in (*layer.parameters(), *tensors_of(hidden)) if part.requires_grad]
+    before, watch = _state(layer.module, hidden, batch), _Watch()
+    with watch:
+        first = layer(hidden, batch)
+    after = _state(layer.module, hidden, batch)
+    if changed := [name for name in {**before, **after} if not alike(before.get(name), after.get(name))]:
+        raise EngineUsageError(
+            f"it changes {', '.join(changed)} in its forward, which devices run on copies and twice; make a new tensor "
+            "(inplace=False), compute it anew, or pass it on. For running statistics: nn.GroupNorm, or .eval()"
+        )
+    if outside := [part for part in watch.leaves.values() if all(part is not own for own in trained)]:
+        raise EngineUsageError(
+            f"it uses a trained tensor of shape {tuple(outside[0].shape)} that is not among its parameters; make it one"
+        )
     start = time.perf_counter()
-    output, activation_bytes = _with_graph(layer, batch, hidden)
+    output, activation_bytes = _run_again(layer, batch, hidden)
     forward_s = time.perf_counter() - start
-    shell.needs_graph = not alike(plain, output)
-    if shell.needs_graph and not alike(output, _with_graph(layer, batch, hidden)[0]):
-        raise PipelineUsageError(
+    if not alike(first, output):
+        raise EngineUsageError(
             "it gives other values when it runs again with the same input; draw by torch's default generator"
         )
-    if layer.is_last and not output.requires_grad:
-        raise PipelineUsageError("the loss does not depend on anything that is trained (requires_grad)")
-    trained = [tensor for tensor in (*layer.parameters(), *tensors_of(hidden)) if tensor.requires_grad]
-    start = time.perf_counter()
-    _differentiate(output, trained)
-    backward_s = time.perf_counter() - start
-    kept = [KeptCost(name, _kept_bytes(layer, batch, hidden, output, name), 0.0) for name in keep]
-    kept = [part for part in kept if part.nbytes]
-    cost = replace(
-        cost,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        activation_bytes=activation_bytes,
-        keepable=tuple(kept),
-        kept=tuple(part.name for part in kept),
-    )
-    return pytree.tree_map_only(Tensor, _leaf, output), cost
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _first_run(layer: ModuleLayer, batch: SampleBatch, hidden: Any, watch: "_Watch") -> Any:
-    """Run the layer without gradients, and refuse what changes anything but its output."""
-    layer.use_modes(batch.is_training)
-    state, inputs = _state(layer.module), [*tensors_of(hidden), *batch.parts]
-    versions = [tensor._version for tensor in inputs]
-    with torch.no_grad(), watch:
-        output = layer(hidden, batch)
-    if versions != [tensor._version for tensor in inputs]:
-        raise PipelineUsageError("it changes its input in place; make a new tensor (inplace=False)")
-    after = _state(layer.module)
-    if changed := [name for name in {**state, **after} if not alike(state.get(name), after.get(name))]:
-        raise PipelineUsageError(
-            f"it changes {', '.join(changed)} in its forward, which devices run on copies and twice; compute it anew, or "
-            "pass it on. For running statistics: nn.GroupNorm, or .eval()"
-        )
-    for leaf in pytree.tree_leaves(output):
-        is_dense = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
-        if not is_dense and not isinstance(leaf, PLAIN):
-            raise PipelineUsageError(
-                f"it returns a {type(leaf).__name__}, which cannot travel; return plain dense tensors in tuples, lists, dicts"
+    # A pass without gradients has no backward. The planner still cuts backward stages, by the usual proportion.
+    backward_s = 2 * forward_s
+    if batch.is_training:
+        if layer.is_last and not checked_loss(output).requires_grad:
+            raise EngineUsageError("the loss does not depend on anything that is trained (requires_grad)")
+        ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        start = time.perf_counter()
+        with _Watch() as backward:
+            if ends:
+                torch.autograd.grad(ends, trained, [torch.ones_like(end) for end in ends], allow_unused=True)
+        backward_s = time.perf_counter() - start
+        if backward.draws:  # from no seed of the layer
+            raise EngineUsageError(
+                "it draws random numbers in its backward, as torch.utils.checkpoint does; leave the checkpointing out"
             )
-    return output
+    tensors, structure = flatten(output)
+    shell.draws, shell.receives = watch.draws, tuple(part.requires_grad for part in flatten(hidden)[0])
+    cost = LayerCost(
+        *("", forward_s, backward_s),
+        activation_bytes=activation_bytes,
+        boundary_bytes=sum(aligned(part.nbytes) for part in tensors_of(output)),
+        workspace_bytes=watch.largest_bytes,
+    )
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    return unflatten(leaves, structure), cost
 
 
-def _with_graph(layer: ModuleLayer, batch: SampleBatch, hidden: Any) -> tuple[Any, int]:
-    """Run the layer with gradients. Returns its output, and the bytes that it keeps for its backward."""
+def _run_again(layer: ModuleLayer, batch: SampleBatch, hidden: Any) -> tuple[Any, int]:
+    """Run the layer. Returns its output, and the bytes that it keeps for its backward."""
     held = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *tensors_of(hidden))}
     kept: dict[int, int] = {}
 
@@ -167,90 +135,42 @@ def _with_graph(layer: ModuleLayer, batch: SampleBatch, hidden: Any) -> tuple[An
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # a saved output that held its own node would never be freed
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = layer(hidden, batch)
     return output, sum(kept.values())
 
 
-def _kept_bytes(layer: ModuleLayer, batch: SampleBatch, hidden: Any, output: Any, name: str) -> int:
-    """Record a part as a forward stage and replay it as a backward stage. Returns its bytes, 0 without such a part."""
-    with torch.no_grad(), recording((name,)) as record:
-        first = layer(hidden, batch)
-    with replaying((name,), record.tensors):
-        second = _with_graph(layer, batch, hidden)[0]
-    if not (alike(first, output) and alike(second, output)):
-        raise PipelineUsageError(f"it gives other values if its part {name} is kept; leave it out of keep")
-    return sum(aligned(tensor.nbytes) for tensor in record.tensors)
-
-
-def _differentiate(output: Any, trained: Sequence[Tensor]) -> None:
-    """Run the backward, whose graph must end in `trained` and draw nothing: it would draw from no seed of the layer."""
-    ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-    nodes: list[Any] = [tensor.grad_fn for tensor in ends if tensor.grad_fn is not None]
-    seen, own = set(nodes), {id(tensor) for tensor in trained}
-    while nodes:
-        node = nodes.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in own:
-            raise PipelineUsageError(
-                f"it uses a trained tensor of shape {tuple(variable.shape)} that is not among its parameters; make it one"
-            )
-        nodes += {after for after, _ in node.next_functions if after is not None} - seen
-        seen.update(nodes)
-    with _Watch() as watch:
-        if ends and trained:
-            torch.autograd.grad(ends, trained, [torch.ones_like(end) for end in ends], allow_unused=True)
-    if watch.draws:
-        raise PipelineUsageError(
-            "it draws random numbers in its backward, as torch.utils.checkpoint does; leave the checkpointing out"
-        )
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    """Return what a module and its parts hold, by name, so that `alike` finds a change. Buffers are copied."""
-    state: dict[str, Any] = {}
+def _state(module: nn.Module, hidden: Any, batch: SampleBatch) -> dict[str, Any]:
+    """Note what a forward must leave as it is, so that `alike` finds a change: attributes, weights, buffers and the input."""
+    state: dict[str, Any] = {"its input": [part._version for part in (*tensors_of(hidden), *batch.parts)]}
     for path, part in module.named_modules():
-        for name, value in {**vars(part), **part._parameters, **part._buffers, **part._modules}.items():
-            # A recurrent module lists its weights anew in its forward if they were exchanged.
-            if isinstance(part, nn.RNNBase) and name.startswith("_flat_weight"):
-                continue
+        for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
             key = f"{path}.{name}".removeprefix(".")
             if isinstance(value, Tensor):
-                values = None if isinstance(value, nn.Parameter) else value.detach().clone()
-                state[key] = id(value), value._version, values
-            elif isinstance(value, nn.Module):
-                state[key] = id(value)
-            elif name not in ("_parameters", "_buffers", "_modules"):
-                state[key] = _token(value, FOLLOWED)
+                content = None if isinstance(value, nn.Parameter) else value.detach().clone()
+                state[key] = id(value), value._version, content
+            # A recurrent module lists its weights anew in its forward if they were exchanged.
+            elif not name.startswith("_flat_weight"):
+                state[key] = value if isinstance(value, PLAIN) else id(value)
     return state
 
 
-def _token(value: Any, depth: int) -> str:
-    """Return a text that differs once the value has changed, also in containers and objects inside it."""
-    if isinstance(value, Tensor):
-        return f"{id(value)} {value._version} {value!r}"
-    inside: Any = ()
-    if isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, (list, tuple)):
-        inside = value
-    elif not isinstance(value, (nn.Module, type, ModuleType)):
-        inside = [*(held := getattr(value, "__dict__", {})), *held.values()]
-    return f"{value!r} {[_token(each, depth - 1) for each in inside] if depth else ''}"
-
-
 class _Watch(TorchDispatchMode):
-    """A mode that sees whether operations draw random numbers, and the largest tensor that one of them makes."""
+    """A mode that sees whether operations draw random numbers, their largest result, and the trained leaves that they read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.draws = False
         self.largest_bytes = 0
+        self.leaves: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.draws |= is_random(func, args, kwargs)
+        self.draws |= is_random(func, args, kwargs or {})
+        # Without gradients, a view of a leaf looks like a leaf.
+        given = [part for part in tensors_of(args) if part.is_leaf and not part._is_view()]
+        self.leaves |= {id(part): part for part in given if part.requires_grad}
         result = func(*args, **(kwargs or {}))
         for leaf in tensors_of(result):
             if leaf.layout is torch.strided:
@@ -259,45 +179,9 @@ class _Watch(TorchDispatchMode):
 
 
 def alike(first: Any, second: Any) -> bool:
-    """Return whether two values have the same structure, plain values and bits."""
-    one, structure = pytree.tree_flatten(first)
-    other, again = pytree.tree_flatten(second)
-    return structure == again and all(map(_same, one, other))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(*bits)
-
-
-def cut_model(
-    model: LayeredModel,
-    store: HostStore,
-    layers: Sequence[LayerCost],
-    batches: Sequence[SampleBatch],
-    hardware: Hardware,
-    update: str,
-) -> Partition:
-    """Return the partition that is fastest by the measured costs. Raises `PipelineUsageError` if none fits.
-
-    Costs are of the first micro-batch, which is one of the longest.
-    """
-    hop_s = ASSUMED_DEVICE.hop_s(max(layer.boundary_bytes for layer in layers))
-    costs = Costs(tuple(layers), hop_s, parameter_counts(store.bundles).shared_layers)
-    limit, constants = hardware.device_bytes, model.constant_bytes()
-    limits = MemoryLimits(
-        device_bytes=None if limit is None else max(0, limit - constants),
-        integer_bytes=sum(aligned(part.nbytes) for part in batches[0].tensors()),
-        accumulate_bytes=ACCUMULATE_BYTES,
-        rounded_bytes=0 if (size := store.gradient_dtype.itemsize) == ACCUMULATE_BYTES else size,
+    """Return whether two values have the same structure, plain values and numbers; one NaN is like another."""
+    (tensors, structure), (others, again) = flatten(first), flatten(second)
+    return structure == again and all(
+        one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(tensors, others, strict=True)
     )
-    try:
-        return make_plan(costs, hardware.num_devices, len(batches), update, rounds=1, limits=limits).partition
-    except InfeasiblePlanError as error:
-        raise PipelineUsageError(
-            f"no cut of the net fits the devices: {error}. What helps: more num_micro_batches, smaller layers"
-        ) from error

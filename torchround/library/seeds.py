@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Number of the first call without gradients. These count apart, so that an evaluation does not change what the next step
-# draws.
+# Number of the first call without gradients: an evaluation must not change what the next step draws.
 INFERENCE = 1 << 39
 
 
 def layer_seed(seed: int, call: int, micro_batch: int, layer: int) -> int:
     """Return the 63-bit seed of a layer for one micro-batch of call number `call`, all counted from 0.
 
-    Calls without gradients count from `INFERENCE`. `seed` is the pipeline's. The number of layers stands for the loss function, which draws after the last layer.
+    Calls without gradients count from `INFERENCE`. `seed` is the pipeline's. The loss function draws as one more layer.
     """
     number = (seed * 2**40 + call) * 2**20 + micro_batch
     # Odd constants spread neighbouring numbers and layers over all 63 bits.
@@ -44,18 +43,13 @@ def drawing(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
         yield
 
 
-def is_random(function: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
+def is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator draws random numbers in this call."""
-    # Attention kernels carry the tag for their dropout, which may be 0.
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
-    given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False))
-    given |= kwargs or {}
+    # Attention kernels carry the tag for their dropout, which may be 0.
+    given = {**dict(zip(_arguments(function), args, strict=False)), **kwargs}
     return "attention" not in function.name() or bool(given.get("dropout_p", 0.0))
-
-
-class UnseededDrawError(RuntimeError):
-    """A random operation that cannot be given a generator, or that was given one of the layer's own."""
 
 
 class _OwnGenerator(TorchDispatchMode):
@@ -69,22 +63,19 @@ class _OwnGenerator(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_random(func, args, kwargs):
-            if kwargs.get("generator") is not None:
-                raise UnseededDrawError(f"{func} draws from a generator of its own; leave the generator out")
-            func = with_generator(func)
-            kwargs["generator"] = self._generator
+        if is_random(func, args, kwargs) and kwargs.get("generator") is None:
+            func, kwargs = _with_generator(func), {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
 
 
-def with_generator(function: Any) -> Any:
-    """Return the overload of a random operator that takes a generator. Raises `UnseededDrawError` if it has none."""
-    names = [argument.name for argument in function._schema.arguments]
-    if "generator" in names:
-        return function
-    for name in function.overloadpacket.overloads():
-        overload = getattr(function.overloadpacket, name)
-        others = [argument.name for argument in overload._schema.arguments]
-        if "generator" in others and [other for other in others if other != "generator"] == names:
+def _with_generator(function: Any) -> Any:
+    """Return the overload of a random operator that takes a generator. Raises `RuntimeError` if it has none."""
+    packet, wanted = function.overloadpacket, {*_arguments(function), "generator"}
+    for overload in (function, *(getattr(packet, name) for name in packet.overloads())):
+        if set(_arguments(overload)) == wanted:
             return overload
-    raise UnseededDrawError(f"{function} takes no generator, so its random numbers cannot be seeded by layer")
+    raise RuntimeError(f"{function} takes no generator, so its random numbers cannot be seeded by layer")
+
+
+def _arguments(function: Any) -> list[str]:
+    return [argument.name for argument in function._schema.arguments]

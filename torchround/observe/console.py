@@ -1,6 +1,5 @@
 """The console's lines of a run, one for each logged step, and times as text."""
 
-import os
 import shutil
 import sys
 import time
@@ -9,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import NamedTuple, TextIO
 
-from torchround.observe.record import StepRecord, perplexity
+from torchround.observe.record import StepRecord
 from torchround.planning.memory import GIB, size_text
 from torchround.untrusted.terminal import escape_unprintable
 
@@ -19,12 +18,9 @@ TIME_WIDTH = 10  # of the time of day and the separator after it
 # A machine is named if its own work takes so many times as long as that of the fastest one.
 SLOW_MACHINE = 1.1
 
-# Escape codes: bold, green, cyan, red.
-_COLOURS = {"step": "1", "loss": "1;32", "tokens/s": "36", "skipped": "1;31"}
-
 
 class ConsoleReport:
-    """The console's lines, one for each record, on `stream` (default: standard output). Coloured in a terminal.
+    """The console's lines, one for each record, on `stream` (default: standard output).
 
     A line has the parts that fit the terminal's width; `metrics.jsonl` has all figures. `now` gives the local time.
     """
@@ -40,8 +36,6 @@ class ConsoleReport:
         self.total_steps = total_steps
         self._now = now
         self._stream = stream if stream is not None else sys.stdout
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
-        self._has_colours = self._stream.isatty() and not plain
         self._clock = clock
         self._seen = deque([(resumed_step, clock())], maxlen=_ETA_LINES)
 
@@ -52,15 +46,14 @@ class ConsoleReport:
         # Asked for each line, because the window of a terminal may have another size by then.
         width = shutil.get_terminal_size().columns - TIME_WIDTH
         texts = [f"{self._now():%H:%M:%S}", *(part.text for part in fitting(parts, width))]
-        print(SEPARATOR.join(map(_coloured, texts) if self._has_colours else texts), file=self._stream)
+        print(SEPARATOR.join(texts), file=self._stream)
         for sample in record.samples:
             # The continuation behind a mark, each line indented below the step's.
             text = escape_unprintable(f"{sample.prompt}»{sample.text}")
             print(text.replace("\n", "\n" + " " * TIME_WIDTH), file=self._stream)
         self._stream.flush()
 
-    def close(self) -> None:
-        """Do nothing: the caller owns the stream."""
+    def close(self) -> None: ...  # the caller owns the stream
 
     def _left_s(self, record: StepRecord) -> float:
         """Return the seconds until the last step at the recent pace, which includes validations and saves."""
@@ -102,8 +95,6 @@ def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[Line
         counted = "device buffers" if record.has_virtual_devices else "device"
         parts.append(LinePart(7, f"{counted} {size_text(round(record.device_peak_gib * GIB))}"))
     parts.append(LinePart(8, f"host {size_text(round(record.host_gib * GIB))}"))
-    if record.validation_loss is not None:
-        parts.append(LinePart(9, f"perplexity {perplexity(record.validation_loss):.4g}"))
     if (slowest := slowest_text(record)) is not None:
         parts.append(LinePart(2, slowest))
     parts.append(LinePart(3, f"ETA {duration(left_s, with_seconds=False)}"))
@@ -141,8 +132,3 @@ def duration(seconds: float, with_seconds: bool = True) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
-
-
-def _coloured(part: str) -> str:
-    code = next((code for word, code in _COLOURS.items() if word in part.split()), "")
-    return f"\x1b[{code}m{part}\x1b[0m" if code else part

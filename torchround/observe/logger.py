@@ -25,11 +25,9 @@ logger = logging.getLogger(__name__)
 class MetricsWriter(Protocol):
     """The interface of everything that a run reports to. Both methods may raise."""
 
-    def log(self, record: StepRecord) -> None:
-        """Report one logged step."""
+    def log(self, record: StepRecord) -> None: ...
 
-    def close(self) -> None:
-        """End the reports."""
+    def close(self) -> None: ...
 
 
 class MetricsLogger:
@@ -48,7 +46,6 @@ class MetricsLogger:
             self._guarded(name, partial(self._add, name, make))
 
     def log(self, record: StepRecord) -> None:
-        """Report one logged step everywhere."""
         for name, writer in self._writers.items():
             self._guarded(name, partial(writer.log, record))
 

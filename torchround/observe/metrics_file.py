@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from torchround.observe.record import StepRecord
 from torchround.untrusted.regular_file import open_regular, replaced_whole
 
 METRICS_FILE = "metrics.jsonl"
 MOST_STEP = 2**53  # a float, and a number of JavaScript, is exact up to here
-MOST_LINE_BYTES = 2**20  # of a line; one of eight devices has about 2 KiB
 KEPT_LINES = 10_000  # of those that a failing disk has not taken, about 10 MB
 
 
@@ -84,7 +83,7 @@ def _drop_after(path: Path, after_step: int) -> None:
 def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the step and the record of each line of a run's metrics, or of the lines in its last bytes.
 
-    Lines that were cut off, that are too long, or that are no record of a step from 0 to below `MOST_STEP` are left out.
+    Lines that were cut off, or that are no record of a step from 0 to below `MOST_STEP` are left out.
     Raises `OSError` if the folder has no metrics.
     """
     path = folder / METRICS_FILE
@@ -96,7 +95,7 @@ def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[
     with BufferedReader(opened) as file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
-        for line in _lines(file):
+        for line in file:
             record = _parsed(line)
             step = record.get("step")
             if type(step) is int and 0 <= step < MOST_STEP:
@@ -110,16 +109,6 @@ def finite_number(value: Any) -> float | None:
     except OverflowError:  # an integer of over 300 digits
         return None
     return number if math.isfinite(number) else None
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that are not too long. A longer one is read in parts, so it cannot fill the memory."""
-    begins = True
-    for part in iter(lambda: file.readline(MOST_LINE_BYTES), b""):
-        ends = part.endswith(b"\n")
-        if begins and (ends or len(part) < MOST_LINE_BYTES):
-            yield part
-        begins = ends
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -118,16 +118,12 @@ class StepRecord:
 
     def machine_times(self, name: str) -> MachineTimes:
         """Return what this record tells the others about the machine `name` that made it."""
+        same = ("step_s", "data_s", "optimizer_s", "peers_wait_s", "sent_gib", "host_gib")
         return MachineTimes(
             name=name,
-            step_s=self.step_s,
-            data_s=self.data_s,
             busy_s=max(self.busy_s, default=0.0),
-            optimizer_s=self.optimizer_s,
             optimizer_exposed_s=_mean(self.optimizer_wait_s),
-            peers_wait_s=self.peers_wait_s,
-            sent_gib=self.sent_gib,
-            host_gib=self.host_gib,
+            **{key: getattr(self, key) for key in same},
         )
 
     @property

@@ -35,8 +35,8 @@ PAGE_FILE, PICTURE_FILE, CONFIG_FILE = "page.html", "loss.png", "config.toml"
 MOST_CONFIG_BYTES = 2**15  # a resolved config has about 5,000
 MOST_SETTINGS = 12  # columns of keys that differ
 MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
-MOST_DEVICES = 256  # with curves of their own
 MOST_NAME = 200  # letters of a run's name
+VALIDATION = "validation"  # label of a curve
 MOST_SAMPLES, MOST_SAMPLE = 32, 4000  # continuations of prompts, and letters of each
 
 
@@ -66,9 +66,6 @@ PANELS = (
     PagePanel("host_memory", "Host memory", "GiB"),
     PagePanel("mfu", "MFU: share of the devices' peak", percent=True, smooth=True),
 )
-
-
-VALIDATION = "validation"
 
 
 class Curve:
@@ -265,16 +262,13 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _samples(given: Any) -> list[list[str]]:
     """Return prompt and text of each sample of a record that is well formed."""
-    texts: list[list[str]] = []
-    for sample in _list(given):
-        pair = [sample.get("prompt"), sample.get("text")] if isinstance(sample, dict) else []
-        if pair and all(isinstance(text, str) for text in pair):
-            texts.append([escape_unprintable(str(text))[:MOST_SAMPLE] for text in pair])
-    return texts[:MOST_SAMPLES]
+    pairs = [(one.get("prompt"), one.get("text")) for one in _list(given) if isinstance(one, dict)]
+    texts = [pair for pair in pairs if all(isinstance(text, str) for text in pair)]
+    return [[escape_unprintable(str(text))[:MOST_SAMPLE] for text in pair] for pair in texts[:MOST_SAMPLES]]
 
 
 def _list(value: Any) -> list[Any]:
-    return value[:MOST_DEVICES] if isinstance(value, list) else []
+    return value if isinstance(value, list) else []
 
 
 def _printable(name: str) -> str:

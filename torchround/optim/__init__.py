@@ -1,7 +1,7 @@
 """The update of flat host memory: optimizers, gradient clipping, loss scaling, and the learning rate of each step."""
 
 from torchround.optim.formats import COMPACT, EXACT, StateFormat, StatePart, StateValue
-from torchround.optim.host_optimizer import HostOptimizer, HostOptimizerError, SlowerOptimizerWarning
+from torchround.optim.host_optimizer import HostOptimizer, HostOptimizerError
 from torchround.optim.lr_schedule import LRSchedule
 from torchround.optim.optimizer import NO_STATE, Optimizer, ParameterFacts, UpdateRule, make_optimizer
 from torchround.optim.stability import (
@@ -24,7 +24,6 @@ __all__ = [
     "LossScaling",
     "Optimizer",
     "ParameterFacts",
-    "SlowerOptimizerWarning",
     "Spike",
     "SpikeBounds",
     "StateFormat",

@@ -6,9 +6,7 @@ the same state, but hyperparameters of their own. They pass from one to the othe
 """
 
 import copy
-import inspect
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +18,6 @@ Hyperparameters = list[dict[str, Any]]
 
 class HostOptimizerError(Exception):
     """The optimizer cannot work on host weights, or its step failed."""
-
-
-class SlowerOptimizerWarning(UserWarning):
-    """The optimizer's step takes longer than the project's own AdamW, which updates flat memory layer by layer."""
 
 
 class HostOptimizer:
@@ -45,7 +39,7 @@ class HostOptimizer:
     def bind(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Make the optimizer for these weights. For the weights that it has already, it stays as it is.
 
-        Raises `HostOptimizerError` for other weights, and for an optimizer that needs what a step cannot give.
+        Raises `HostOptimizerError` for other weights, and for an optimizer of others.
         """
         if self._working is not None:
             ours = [(name, parameter.data_ptr()) for name, parameter in self._parameters.items()]
@@ -57,12 +51,6 @@ class HostOptimizer:
         parameters = {name: nn.Parameter(weight) for name, weight in weights}
         working = self._make(list(parameters.items()))
         _check(working, parameters)
-        warnings.warn(
-            f"{type(working).__name__} runs on the host parameter by parameter, after the whole gradient is there; "
-            'the built-in "adamw" is faster',
-            SlowerOptimizerWarning,
-            stacklevel=_users_level(),
-        )
         self._parameters, self._working = parameters, working
         self._own = [set() for _ in working.param_groups]
         self._shown = _shown(working)
@@ -129,14 +117,6 @@ class HostOptimizer:
             group.update(copy.deepcopy(_without_params(new)))
 
 
-def _users_level() -> int:
-    """Return the `stacklevel` at which a warning of the caller points to the first line outside this package."""
-    package, frame, level = __name__.partition(".")[0], inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 def _shown(working: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer with the same parameters, state and attributes, and hyperparameters of its own."""
     shown: torch.optim.Optimizer = object.__new__(type(working))
@@ -152,31 +132,14 @@ def _shown(working: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _check(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise `HostOptimizerError` for an optimizer that needs what a step on host weights cannot give."""
-    name = type(optimizer).__name__
+    """Raise `HostOptimizerError` for an object that would not train the given parameters."""
+    name, known = type(optimizer).__name__, set(map(id, parameters.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise HostOptimizerError(f"an optimizer derives from torch.optim.Optimizer, got {name}")
-    if _needs_closure(optimizer):
-        raise HostOptimizerError(
-            f"{name}.step() needs a closure that computes the loss again; a step computes each gradient once. "
-            "Use an optimizer without one"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise HostOptimizerError(f"{name} needs sparse gradients, and they are dense. Use Adam or AdamW")
-    known = set(map(id, parameters.values()))
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise HostOptimizerError(
             f"{name} holds parameters that are not the given ones; pass the named parameters on as they are"
         )
-    for option in ("capturable", "differentiable"):
-        if any(group.get(option) for group in optimizer.param_groups):
-            raise HostOptimizerError(f"{name} with {option}=True does not work on host weights; leave it out")
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
-    required = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(given.kind in required and given.default is given.empty for given in arguments)
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,11 @@ drive devices do not wait for updates.
 A missing kernel never stops a run: one line says why, and the uncompiled pass gives the same bits.
 """
 
-import copy
 import ctypes
 import hashlib
 import logging
 import os
 import platform
-import shutil
 import signal
 import stat
 import subprocess
@@ -22,17 +20,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
 
 from torchround.optim.formats import EXACT, StateFormat
 from torchround.optim.optimizer import UpdateRule
-from torchround.optim.range_threads import Range, RangeThreads
+from torchround.optim.split_weights import split
 from torchround.optim.update_pass import UpdateBuffers, UpdateKernel, update_
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,6 @@ DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "
 # Elements that a thread takes at once: 1.7 MB of exact state in bf16. A multiple of the source's span.
 CHUNK_ELEMENTS = 64 * 1024
 
-COMPILE_LIMIT_S = 600.0
 POLL_S = 0.05
 PLAIN_COST = "the optimizer uses its uncompiled update, which is several times slower"
 CHECKED_ELEMENTS = 10_007
@@ -146,6 +143,38 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(facts)}))
 
 
+# Takes pieces of a buffer until none is left. The counter says where the first piece begins that no thread has taken.
+RangeWork = Callable[[ctypes.c_int64], None]
+
+
+class RangeThreads:
+    """`count` threads that share the elements of a buffer, the calling one among them. `close` ends the others."""
+
+    def __init__(self, count: int) -> None:
+        self._others = count - 1
+        self._pool = ThreadPoolExecutor(max(self._others, 1), thread_name_prefix="torchround update")
+
+    def run(self, length: int, unit: int, work: RangeWork) -> None:
+        """Let the threads do the work on `[0, length)`, and return when all of it is done.
+
+        At most one thread works for each `unit` elements.
+        """
+        following, futures = ctypes.c_int64(), list[Future[None]]()
+        try:
+            # A limit on the number of processes may refuse a thread. The others then do its work.
+            with suppress(RuntimeError):
+                for _ in range(min(self._others, length // unit - 1)):
+                    futures.append(self._pool.submit(work, following))
+            work(following)
+        finally:
+            wait(futures)  # they write to the caller's buffers
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class CompiledUpdate:
     """A compiled in-place update of one kind; an `UpdateKernel`.
 
@@ -171,9 +200,9 @@ class CompiledUpdate:
         )
         factors = (ctypes.c_float * len(numbers))(*map(float, numbers))
 
-        def work(whole: Range) -> None:
-            chunk = ctypes.c_int64(CHUNK_ELEMENTS)
-            self._update(addresses, factors, ctypes.byref(whole.next), ctypes.c_int64(whole.stop), chunk)
+        def work(following: ctypes.c_int64) -> None:
+            stop, chunk = ctypes.c_int64(buffers.numel), ctypes.c_int64(CHUNK_ELEMENTS)
+            self._update(addresses, factors, ctypes.byref(following), stop, chunk)
 
         self._threads.run(buffers.numel, CHUNK_ELEMENTS, work)
 
@@ -198,7 +227,7 @@ def get_kernels(
     """
     threads = threads or RangeThreads(1)
     try:
-        folder = private_folder()
+        folder = cache_folder()
         libraries = {kind: folder / kind.library() for kind in wanted}
         _compile({kind: path for kind, path in libraries.items() if not path.exists()}, meanwhile)
         kernels: dict[KernelKind, UpdateKernel] = {}
@@ -215,34 +244,34 @@ def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -
     """Compile each kind into its library. Raises `KernelError` with the first error of the first compiler that fails."""
     if not libraries:
         return
-    if shutil.which(cxx_compiler()) is None:
-        raise KernelError(
-            f"there is no C++ compiler {cxx_compiler()!r} for the optimizer (CXX names another)"
-        )
-    deadline_s = time.monotonic() + COMPILE_LIMIT_S
-    with ExitStack() as stack:
-        compilers = {}
-        for kind, library in libraries.items():
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=library.parent)))
-            (folder / "kind.h").write_text(kind.header())
-            output = stack.enter_context(tempfile.TemporaryFile())
-            made = folder / "update.so"
-            compilers[library] = _start(folder, made, output), made, output
-            stack.callback(_end, compilers[library][0])
-        while any(process.poll() is None for process, _, _ in compilers.values()):
-            meanwhile()
-            if time.monotonic() > deadline_s:
-                raise KernelError(f"compiling the optimizer took more than {COMPILE_LIMIT_S:g} s")
-            time.sleep(POLL_S)
-        for library, (process, made, output) in compilers.items():
-            if process.returncode or not made.exists():
-                output.seek(0)
-                lines = [line.strip() for line in output.read().decode(errors="replace").split("\n")]
-                # The compiler's first line may only say which file it compiles.
-                lines = [line for line in lines if "error" in line] or [line for line in lines if line]
-                reason = lines[0][:300] if lines else "no reason given"
-                raise KernelError(f"compiling the optimizer failed ({reason})")
-            _publish(made, library)
+    compiler = ["nice", cxx_compiler(), *compiler_flags()]
+    compilers: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
+    with tempfile.TemporaryDirectory(dir=next(iter(libraries.values())).parent) as name:
+        try:
+            for kind, library in libraries.items():
+                folder = Path(name, library.stem)
+                folder.mkdir()
+                (folder / "kind.h").write_text(kind.header())
+                # In a session of its own: Ctrl-C stops the run, which then stops this.
+                command = [*compiler, f"-I{folder}", f"-o{folder}/made.so", str(SOURCE)]
+                with open(folder / "output", "wb") as output:
+                    process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+                compilers.append((process, folder, library))
+            while any(process.poll() is None for process, _, _ in compilers):
+                meanwhile()
+                time.sleep(POLL_S)
+            for process, folder, library in compilers:
+                if process.returncode:
+                    lines = (folder / "output").read_text(errors="replace").splitlines()
+                    # The compiler's first line may only say which file it compiles.
+                    first = next((line for line in lines if "error" in line), " ".join(lines))
+                    raise KernelError(f"compiling the optimizer failed ({first.strip()[:300]})")
+                _publish(folder / "made.so", library)
+        finally:
+            for process, _, _ in compilers:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                process.wait()
 
 
 def _publish(made: Path, library: Path) -> None:
@@ -254,88 +283,30 @@ def _publish(made: Path, library: Path) -> None:
         os.replace(made, library)
 
 
-def _start(folder: Path, made: Path, output: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start a compiler of low priority, in a session of its own: Ctrl-C stops the run, which then stops this."""
-    command = [cxx_compiler(), *compiler_flags(), "-I", str(folder), "-o", str(made), str(SOURCE)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
-    # The group's, because the compiler starts further processes.
-    with suppress(OSError):  # it has ended already
-        os.setpriority(os.PRIO_PGRP, process.pid, 10)
-    return process
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-    process.wait()
-
-
 def check_bits(kind: KernelKind, kernel: UpdateKernel) -> None:
-    """Raise `KernelError` unless the kernel gives the uncompiled update's bits."""
-    example = example_buffers(kind, CHECKED_ELEMENTS)
-    for plain in (example, written_in_place(example, kind.predicts)):
-        compiled = copy_of(plain)
-        for buffers, with_kernel in ((plain, None), (compiled, kernel)):
-            update_(
-                buffers, lr=1e-2, update=3, gradient_scale=0.7, kernel=with_kernel, predicts=kind.predicts
-            )
-        if not have_same_bits(plain, compiled):
-            raise KernelError("the compiled optimizer does not give the uncompiled one's bits here")
-
-
-def example_buffers(kind: KernelKind, numel: int, seed: int = 0) -> UpdateBuffers:
-    """Return buffers of this kind with random numbers; state down to denormal numbers and zero."""
-    generator = torch.Generator().manual_seed(seed)
-    weight, gradient, direction = (torch.randn(numel, generator=generator) for _ in range(3))
-    parts = {}
-    for value in kind.rule.values:
-        exponents = torch.randint(-46, 3, (numel,), generator=generator)
-        numbers = torch.randn(numel, generator=generator) * 10.0**exponents
-        kept = kind.format.encode(value, numbers if value.is_signed else numbers.abs())
-        for part, tensor in zip(kind.format.parts(value), kept, strict=True):
-            parts[part.name] = tensor.contiguous()
-    residual = torch.randint(-(2**15), 2**15, (numel,), generator=generator).to(torch.int16)
-    return UpdateBuffers(
-        kind.rule,
-        kind.format,
-        None if kind.splits else weight,
-        residual if kind.splits else None,
-        weight.bfloat16() if kind.splits else None,
-        torch.full((numel,), 7.0, dtype=kind.written),
-        parts,
-        gradient.to(kind.gradient),
-        direction.to(kind.direction) if kind.direction is not None else None,
-    )
-
-
-def written_in_place(buffers: UpdateBuffers, predicts: bool) -> UpdateBuffers:
-    """Return a copy whose device weights are written over what is read, if the dtypes allow that."""
-    copied = copy_of(buffers)
-    if copied.weight is None:
-        assert copied.current is not None, "split weights have both halves"
-        return replace(copied, written=copied.current)
-    if copied.written.dtype == torch.float32 and not predicts:
-        return replace(copied, written=copied.weight)
-    return copied
-
-
-def copy_of(buffers: UpdateBuffers) -> UpdateBuffers:
-    """Return buffers of the same content. Two that are one stay one."""
-    return replace(copy.deepcopy(buffers), rule=buffers.rule, format=buffers.format)
-
-
-def have_same_bits(left: UpdateBuffers, right: UpdateBuffers) -> bool:
-    """Return whether everything that an update writes is equal, bit for bit."""
-    written = [(each.weight, each.residual, each.written, *each.parts.values()) for each in (left, right)]
-    pairs = zip(*written, strict=True)
-    # As bytes: two NaNs of the same bits are equal, and the two zeros are not.
-    return all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for a, b in pairs
-        if a is not None and b is not None
-    )
+    """Raise `KernelError` unless the kernel gives the uncompiled update's bits, in two updates of random weights."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradient, direction = (torch.randn(CHECKED_ELEMENTS, generator=generator) for _ in range(3))
+    results = []
+    for used in (None, kernel):
+        upper, residual = split(start) if kind.splits else (None, None)
+        state = [part for value in kind.rule.values for part in kind.format.parts(value)]
+        buffers = UpdateBuffers(
+            *(kind.rule, kind.format, None if kind.splits else start.clone(), residual, upper),
+            written=torch.zeros(CHECKED_ELEMENTS, dtype=kind.written),
+            parts={part.name: torch.zeros(part.numel(CHECKED_ELEMENTS), dtype=part.dtype) for part in state},
+            gradient=gradient.to(kind.gradient),
+            direction=None if kind.direction is None else direction.to(kind.direction),
+        )
+        kept: list[Tensor] = []
+        for number in (1, 2):
+            update_(buffers, lr=1e-2, update=number, gradient_scale=0.7, kernel=used, predicts=kind.predicts)
+            written = (buffers.weight, buffers.residual, buffers.written, *buffers.parts.values())
+            # As bytes: two NaNs of the same bits are equal, and the two zeros are not.
+            kept += [tensor.view(torch.uint8).clone() for tensor in written if tensor is not None]
+        results.append(kept)
+    if not all(map(torch.equal, *results)):
+        raise KernelError("the compiled optimizer does not give the uncompiled one's bits here")
 
 
 def cxx_compiler() -> str:
@@ -343,45 +314,12 @@ def cxx_compiler() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
-def private_folder() -> Path:
-    """Make the user's folder of libraries, and return it. Raises `KernelError` if another user could put code there."""
+def cache_folder() -> Path:
+    """Make the user's folder of libraries, and return it; a new one if another user could have put code there."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(os.path.expanduser(named)).resolve() / "torchround"
-    try:
+    folder = Path(named).expanduser() / "torchround"
+    with suppress(OSError):  # a user in a container may have no home
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = folder.resolve()  # the user may have made it a link to another disk
-    except OSError:  # a user in a container may have no home
-        folder = Path(tempfile.gettempdir()) / f"torchround-{os.getuid()}"
-        folder.mkdir(exist_ok=True, mode=0o700)
-    _refuse_shared(folder)
-    return folder
-
-
-def keep_inductor_private() -> None:
-    """Let Inductor, which loads code too, use no folder in /tmp that another user has made under its name."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return  # the user's choice
-    folder = Path(default_cache_dir())
-    try:
-        folder.mkdir(exist_ok=True, mode=0o700)
-        _refuse_shared(folder)
-    except (KernelError, OSError) as error:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchround-")
-        logger.warning("%s; compiled code is not kept for the next run", error)
-
-
-def _refuse_shared(folder: Path) -> None:
-    """Raise `KernelError` if the folder is another user's, or another user could put a file into it."""
-    status = folder.lstat()
-    # A group with the number of its user is usually that user's alone.
-    others = stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
-    if stat.S_ISLNK(status.st_mode) or status.st_mode & others or status.st_uid not in (0, os.getuid()):
-        raise KernelError(
-            f"{folder}: another user may write there, or it is a link (TORCHINDUCTOR_CACHE_DIR names another folder)"
-        )
-    for parent in folder.parents:
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise KernelError(f"{folder}: another user may replace it, because all may write in {parent}")
+        if folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & stat.S_IWOTH:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="torchround-"))

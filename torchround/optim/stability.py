@@ -123,19 +123,10 @@ class LossScaling:
         return {"after": [asdict(self._after[step - back]) for back in (2, 1)]}
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
-        """Resume at `step` from a `state_dict(step)`; an empty one (no scaling before) gives the initial scale.
-
-        Raises `ValueError` for a scale or a count that no run can have reached.
-        """
+        """Resume at `step` from a `state_dict(step)`; an empty one (no scaling before) gives the initial scale."""
         after = [self._initial] * 2
         if self.dynamic and state:
             after = [ScaleState(**values) for values in state["after"]]
-            for given in after:
-                if not (0 < given.scale <= HIGHEST_SCALE and 0 <= given.good_steps < GROWTH_INTERVAL_STEPS):
-                    raise ValueError(
-                        f"{given}; legal: a scale above 0 and at most {HIGHEST_SCALE:g}, "
-                        f"less than {GROWTH_INTERVAL_STEPS} good steps"
-                    )
         self._after = {step - back: values for back, values in zip((2, 1), after, strict=True)}
 
 
@@ -192,17 +183,11 @@ class SpikeBounds:
         return {name: list(window) for name, window in self._values.items() if window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`; an empty one starts anew. A smaller window keeps the newest values.
-
-        Raises `ValueError` for values that no good step can have.
-        """
+        """Resume from a `state_dict`; an empty one starts anew. A smaller window keeps the newest values."""
         for name, window in self._values.items():
-            values = state.get(name, ())
-            if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-                raise ValueError(f"the {name} of a good step is a finite number, got {str(values)[:100]}")
             window.clear()
             if self._factor:
-                window.extend(values)
+                window.extend(state.get(name, ()))
 
     def _bound(self, median: float, window: deque[float]) -> float:
         deviation = statistics.median(abs(value - median) for value in window)

@@ -6,7 +6,6 @@ It works for every rule, state format and kind of weights. The compiled pass giv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from torchround.optim.formats import StateFormat
@@ -168,29 +167,16 @@ def _new_content(
 
 
 def _check(buffers: UpdateBuffers, update: int, predicts: bool) -> None:
-    if update < 1:
-        raise ValueError(f"update counts from 1, got {update}")
-    rule, numel, written = buffers.rule, buffers.numel, buffers.written
-    expected: dict[str, tuple[Tensor | None, torch.dtype | None, int]] = {
-        "written": (written, None, numel),
-        "gradient": (buffers.gradient, None, numel),
-    }
-    if buffers.weight is not None:
-        expected["weight"] = (buffers.weight, torch.float32, numel)
-    else:
-        expected["residual"] = (buffers.residual, torch.int16, numel)
-        expected["current"] = (buffers.current, torch.bfloat16, numel)
-        expected["written"] = (written, torch.bfloat16, numel)
-    if rule.uses_direction:
-        expected["direction"] = (buffers.direction, None, numel)
-    for part in (part for value in rule.values for part in buffers.format.parts(value)):
-        expected[part.name] = (buffers.parts.get(part.name), part.dtype, part.numel(numel))
-    for name, (tensor, dtype, length) in expected.items():
-        if tensor is None:
-            raise ValueError(f"{name} is missing")
-        if tensor.shape != (length,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({length},)")
-        if tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point():
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype or 'a floating dtype'}")
-    if predicts and numel and (buffers.weight is None or written.data_ptr() == buffers.weight.data_ptr()):
+    assert update >= 1, "updates count from 1"
+    rule, halves = buffers.rule, (buffers.residual, buffers.current)
+    flat = [buffers.written, buffers.gradient, *(halves if buffers.weight is None else (buffers.weight,))]
+    flat += [buffers.direction] if rule.uses_direction else []
+    parts = [part for value in rule.values for part in buffers.format.parts(value)]
+    sizes = [(tensor, buffers.numel) for tensor in flat]
+    sizes += [(buffers.parts.get(part.name), part.numel(buffers.numel)) for part in parts]
+    # Compiled code would write beyond the end of a shorter buffer.
+    if any(tensor is None or tensor.shape != (numel,) for tensor, numel in sizes):
+        raise ValueError(f"a buffer of {buffers.numel} weights is missing, or of another length")
+    weight, written = buffers.weight, buffers.written
+    if predicts and buffers.numel and (weight is None or weight.data_ptr() == written.data_ptr()):
         raise ValueError("a prediction needs fp32 weights beside the device weights that it writes")

@@ -169,8 +169,7 @@ def run_slots(
                 outputs.append((list(slopes), [base + shift for base in bases]))
     if between is not None and at == len(ends):
         between(slot)
-    # Slots take devices in turn without a restart, so the
-    # next step begins with the device after the last slot's.
+    # Slots take devices in turn without a restart: the next step begins with the device after the last slot's.
     free[:] = free[slot:] + free[:slot]
     return ends
 

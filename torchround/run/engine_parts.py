@@ -16,8 +16,8 @@ from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel, MicroBatch
 from torchround.machines.group import MachineGroup
-from torchround.observe import MetricsLogger, open_metrics
 from torchround.observe.console import duration
+from torchround.observe.logger import MetricsLogger, open_metrics
 from torchround.observe.run_page import PAGE_FILE
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer

@@ -100,7 +100,7 @@ def run_question(
     """
     training, engine = numbers.training, numbers.engine
     given, stale_layers, given_kept = given_plan(engine, len(model.layers))
-    if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
+    if training.fp16_accumulation and not kind_of(hardware.kind).adds_in_fp16:
         raise EngineUsageError(
             f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
         )

@@ -17,7 +17,7 @@ from torchround.engine.device import Device
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import StageReport
 from torchround.layer import LayeredModel
-from torchround.observe import StepRecord, host_gib, host_peak_gib
+from torchround.observe.record import StepRecord, host_gib, host_peak_gib
 from torchround.planning.memory import GIB
 
 # With one stage per step each device may have a step under way, and all may end together: two such rounds give a rate.

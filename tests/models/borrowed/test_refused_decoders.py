@@ -106,4 +106,4 @@ def test_a_router_loss_that_is_left_out_is_said_once(caplog):
     model = FAMILY.build(config)
     FAMILY.hf_names(config)
     assert len(caplog.messages) == 1
-    assert all(buffer.device == torch.device("cpu") for buffer in model.constants())
+    assert all(buffer.device == torch.device("cpu") for layer in model.layers for buffer in layer.buffers())

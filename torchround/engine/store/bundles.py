@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import FileTensor, LayeredModel, decayed_names, matrix_names
+from torchround.layer import FileTensor, LayeredModel, decayed_names
 from torchround.optim.formats import StateFormat, StatePart
 from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
 from torchround.optim.split_weights import join, split
@@ -327,12 +327,12 @@ def collect_bundles(
 
 
 def parameter_facts(model: LayeredModel) -> dict[str, ParameterFacts]:
-    decayed, matrices, last = decayed_names(model), matrix_names(model), len(model.layers) - 1
+    matrices, last = decayed_names(model), len(model.layers) - 1
     facts = {}
     for name, parameter, layers in _parameter_uses(model).values():
         is_matrix = name in matrices and parameter.ndim in (2, 3) and parameter.numel() > 0
         is_block_matrix = is_matrix and len(layers) == 1 and 0 < layers[0] < last
-        facts[name] = ParameterFacts(name, parameter.shape, name in decayed, is_block_matrix)
+        facts[name] = ParameterFacts(name, parameter.shape, name in matrices, is_block_matrix)
     return facts
 
 
