@@ -31,7 +31,7 @@ from torchround.accelerators import kind_of
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
-from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
+from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, may_compile
 from torchround.optim.kernel import cxx_compiler, keep_inductor_private
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class LayerCompiler:
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         device = parameters[0].device.type if parameters else None
-        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device)):
+        if not may_compile(layer) or (device is not None and not self._compiles_for(device)):
             return layer
         if next(layer.buffers(), None) is not None:
             return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
@@ -88,7 +88,7 @@ class LayerCompiler:
                 and micro_batch.cache is None
                 and (hidden is None or flatten(hidden)[1] in (SINGLE, FLAT))
             ):
-                if device is not None and runs_fused(layer, device, micro_batch.shape.numel()):
+                if not may_compile(layer, micro_batch.shape.numel()):
                     return layer(hidden, micro_batch)
                 output = kind.run(parameters, hidden, micro_batch, board)
                 if output is not None:
