@@ -154,7 +154,7 @@ class Attention(nn.Module):
         """
         num_tokens = batch * tokens
         making_mask = num_tokens * tokens * 3 if kernel is AttentionKernel.MASK else 0
-        rotating = 4 * 4 * elements_at_once(num_tokens, self.num_heads * self.head_dim, device)
+        rotating = 4 * 4 * elements_at_once(num_tokens * self.num_heads * self.head_dim, device, num_tokens)
         gradients = num_tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
         if kernel is AttentionKernel.OFFSETS:
             shape = self.num_heads, self.num_kv_heads, self.head_dim

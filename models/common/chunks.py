@@ -100,13 +100,13 @@ def in_slices(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> t
     return results
 
 
-def elements_at_once(num_tokens: int, width: int, device: str) -> int:
-    """Return how many elements of `[N, width]` `in_slices` takes at once, in a block of N tokens on a type of device.
+def elements_at_once(elements: int, device: str, num_tokens: int | None = None) -> int:
+    """Count how many of so many elements `in_slices` takes at once on a type of device.
 
-    A block of one chunk may be compiled, and is counted as if nothing was cut.
+    `num_tokens` are those of a block that may be compiled, which one of a single chunk is: then nothing is cut.
     """
-    is_cut = num_tokens > CHUNK_TOKENS and is_accelerator(device)
-    return min(num_tokens * width, SLICE_ELEMENTS) if is_cut else num_tokens * width
+    is_cut = is_accelerator(device) and (num_tokens is None or num_tokens > CHUNK_TOKENS)
+    return min(elements, SLICE_ELEMENTS) if is_cut else elements
 
 
 class _Run:

@@ -127,8 +127,7 @@ class ExpertStack(Adaptable, ABC):
             self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
         )
         products = Products(sum(part.flops for part in parts), num_rows * frozen_row_flops, "grouped")
-        scratch_bytes = kept_bytes + self.activation_scratch_bytes(num_rows, element_bytes, device)
-        return LayerWork((products,), kept_bytes, 0, scratch_bytes, parts)
+        return LayerWork((products,), kept_bytes, 0, kept_bytes, parts)
 
     def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
         """Count what the activation's backward needs besides gate, up, their product and the gradients of these."""

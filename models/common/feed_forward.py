@@ -151,7 +151,8 @@ class MoE(nn.Module):
         """Count the router's product and the experts' work on R rows.
 
         The backward also needs the probabilities of all experts (fp32), the dispatched rows and each row's numbers.
-        The scratch is the rows in and out of the experts and their gradients, beside the scratch of the experts.
+        The scratch is the rows in and out of the experts and their gradients, or what the activation needs between them,
+        beside the scratch of the experts.
         """
         row_bytes = self.router.in_features * element_bytes
         mixing = work_in_chunks(
@@ -165,10 +166,11 @@ class MoE(nn.Module):
     def _mixing(self, num_tokens: int, row_bytes: int, element_bytes: int, device: str) -> LayerWork:
         num_rows = num_tokens * self.shape.num_chosen
         experts = self.experts.work(num_rows, element_bytes, device)
+        activation_bytes = self.experts.activation_scratch_bytes(num_rows, element_bytes, device)
         return replace(
             experts,
             activation_bytes=experts.activation_bytes + num_rows * (row_bytes + ROW_SCALARS_BYTES),
-            workspace_bytes=4 * num_rows * row_bytes + experts.workspace_bytes,
+            workspace_bytes=max(4 * num_rows * row_bytes, activation_bytes) + experts.workspace_bytes,
         )
 
 

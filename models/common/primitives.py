@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         of their sum.
         """
         elements = num_tokens * self.weight.numel()
-        at_once = elements_at_once(num_tokens, self.weight.numel(), device)
+        at_once = elements_at_once(elements, device, num_tokens)
         gradient_bytes = 3 * elements * element_bytes if at_once < elements else 0
         return LayerWork(
             activation_bytes=2 * elements * element_bytes + 4 * num_tokens,

@@ -103,7 +103,7 @@ class GptOssExperts(ExpertStack):
 
     def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
         """Count gate and up with their biases, clamped, and gradients; or columns of the biases' gradients in fp32."""
-        at_once = elements_at_once(num_rows, 2 * self.ffn_size, device)
+        at_once = elements_at_once(2 * self.ffn_size * num_rows, device)
         return max(3 * at_once * element_bytes, 2 * 4 * num_rows * min(BIAS_COLUMNS, 2 * self.ffn_size))
 
     def matrix(self, stack: Tensor) -> Tensor:
