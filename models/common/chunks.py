@@ -101,9 +101,9 @@ def in_slices(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> t
 
 
 def elements_at_once(elements: int, device: str, num_tokens: int | None = None) -> int:
-    """Count how many of so many elements `in_slices` takes at once on a type of device.
+    """Return how many of these elements `in_slices` takes at once on a type of device.
 
-    `num_tokens` are those of a block that may be compiled, which one of a single chunk is: then nothing is cut.
+    A block of one chunk may be compiled, and then counts all of them. Without `num_tokens` the layer never is.
     """
     is_cut = is_accelerator(device) and (num_tokens is None or num_tokens > CHUNK_TOKENS)
     return min(elements, SLICE_ELEMENTS) if is_cut else elements
