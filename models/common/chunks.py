@@ -27,8 +27,8 @@ from torchround.models.kernels.operation import uses_fused
 # shorten the longest sequence: an expert block of Qwen3-235B takes 0.45 MB for each token of a chunk.
 CHUNK_TOKENS = 8192
 
-# 32 MiB in fp32. A smaller slice would take a card less time than its kernels take to launch.
-SLICE_ELEMENTS = 1 << 23
+# 128 MiB in fp32. Smaller slices would take a card little more time than their kernels take to launch.
+SLICE_ELEMENTS = 1 << 25
 
 
 def in_chunks(

@@ -104,7 +104,7 @@ class GptOssExperts(ExpertStack):
     def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
         """Count gate and up with their biases, clamped, and gradients; or columns of the biases' gradients in fp32."""
         at_once = elements_at_once(2 * self.ffn_size * num_rows, device)
-        return max(3 * at_once * element_bytes, 2 * 4 * num_rows * min(BIAS_COLUMNS, 2 * self.ffn_size))
+        return max(6 * at_once * element_bytes, 2 * 4 * num_rows * min(BIAS_COLUMNS, 2 * self.ffn_size))
 
     def matrix(self, stack: Tensor) -> Tensor:
         return stack
@@ -151,11 +151,12 @@ class ClampedSwiGLU(torch.autograd.Function):
         ) -> tuple[Tensor, Tensor]:
             gate_up = gate_up + F.embedding(experts, bias)
             gate, up = _clamp(gate_up, ctx.limit)
+            up += 1
             open_share = torch.sigmoid(ctx.alpha * gate)
             active = gate * open_share
-            grad_weights = (grad * active * (up + 1)).sum(dim=-1, dtype=torch.float32)  # [R, F] -> [R]
+            grad_weights = (grad * active * up).sum(dim=-1, dtype=torch.float32)  # [R, F] -> [R]
             grad = grad * weights[:, None].to(gate_up.dtype)
-            grad_gate = grad * (up + 1) * (open_share + ctx.alpha * active * (1 - open_share))
+            grad_gate = grad * up * (open_share + ctx.alpha * active * (1 - open_share))
             grad_gate_up = torch.stack((grad_gate, grad * active), dim=-1).flatten(
                 -2
             )  # [R, F, 2] -> [R, 2 F]
