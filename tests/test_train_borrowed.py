@@ -16,7 +16,7 @@ from tests.support.small_run import fp32_weights
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import configured_model, export_hf, plan_run
 from torchround.config import parse_command_line
-from torchround.layer import runs_fused
+from torchround.layer import may_compile
 
 __all__ = ["working_folder"]
 
@@ -221,4 +221,4 @@ def test_a_missing_package_is_one_message_that_says_what_to_install(folder, caps
 
 def test_layers_are_never_compiled(folder):
     model = configured_model.build_model(parse_command_line(["--config", "small.toml", "--engine.compile=true"]))
-    assert all(runs_fused(layer, device) for layer in model.layers for device in ("cpu", "cuda"))
+    assert not any(map(may_compile, model.layers))

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import PLANNED_KIND, is_accelerator
+from torchround.accelerators import PLANNED_KIND
 
 # Parts of this protocol, which are imported from here.
 from torchround.layer_work import KEEPABLE as KEEPABLE  # noqa: PLC0414
@@ -237,8 +237,8 @@ class Layer(Protocol):
     Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
     two or more dimensions only because they are stacks of vectors.
 
-    A layer with an attribute `fused_on_accelerators` that is true is not compiled there, one with `never_compiled` nowhere,
-    and one with `most_compiled_tokens` for no micro-batch of more tokens.
+    A layer with an attribute `never_compiled` that is true is not compiled, one with `most_compiled_tokens` for no
+    micro-batch of more tokens.
 
     A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
     them in `LayerWork.keepable`.
@@ -263,18 +263,16 @@ class Layer(Protocol):
         """
 
 
-def runs_fused(layer: nn.Module, device: str, num_tokens: int = 0) -> bool:
-    """Return whether a layer runs uncompiled for a micro-batch of this size on this type of device.
+def may_compile(layer: nn.Module, num_tokens: int = 0) -> bool:
+    """Return whether a layer may be compiled for a micro-batch of this size. Without a size: for small ones.
 
-    The head and blocks of experts run fused operations there. They add to their weights' gradients by themselves, which
-    compiled code cannot. A block that computes in chunks of tokens adds to them chunk by chunk. A layer whose code a
-    compiler cannot look into runs uncompiled everywhere. Without `num_tokens` the answer is that of small micro-batches.
+    The head and blocks of experts are not. They add to their weights' gradients by themselves, which compiled code cannot. A
+    block that computes in chunks of tokens adds to them chunk by chunk.
     """
-    if getattr(layer, "never_compiled", False) or num_tokens > getattr(
-        layer, "most_compiled_tokens", num_tokens
-    ):
-        return True
-    return getattr(layer, "fused_on_accelerators", False) and is_accelerator(device)
+    if getattr(layer, "never_compiled", False):
+        return False
+    most: int = getattr(layer, "most_compiled_tokens", num_tokens)
+    return num_tokens <= most
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,13 @@ from torch.nn import functional as F
 from torchround.accelerators import has_offset_attention, is_accelerator, shares_kv_heads_under_mask
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
-from torchround.models.common.chunks import holds_no_fp32
+from torchround.models.common.chunks import elements_at_once
 from torchround.models.common.keys_and_values import additive_mask, past_mask
 from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import Documents, attend_by_offsets, backward_scratch_bytes
-from torchround.models.common.primitives import RMSNorm, init_linear_
-from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
+from torchround.models.common.primitives import RMSNorm, init_linear_, rotate
+from torchround.models.common.rope import Rope, rotation
 from torchround.models.common.sinks import attend_with_sinks
-from torchround.models.kernels.norms import rotate_heads
-from torchround.models.kernels.operation import uses_triton
 from torchround.models.kernels.projections import Projection, project_all
 
 
@@ -65,7 +63,11 @@ class Attention(nn.Module):
             flat.unflatten(-1, (-1, self.head_dim))  # [B, T, H C] -> [B, T, H, C], or K heads
             for flat in keep("qkv", project_all, x, (self.query, self.key, self.value))
         )
-        query, key = self._rotate(query, key, micro_batch)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        # The tables are made anew in each block: stored ones would be buffers that travel with the weights.
+        cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if micro_batch.cache is not None:
             mixed = attend_to_past(query, key, value, micro_batch, self.window, self.sinks)
             return self.output(mixed.flatten(2))
@@ -74,27 +76,6 @@ class Attention(nn.Module):
             "attention", attend, query, key, value, documents, self.window, self.sinks
         )  # [B, T, H, C]
         return keep("output", self.output, mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
-
-    def _rotate(self, query: Tensor, key: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Norm queries and keys if the block does, and rotate them by their positions."""
-        norms, positions = (self.query_norm, self.key_norm), micro_batch.positions
-        # Another class of norms may compute something else than the fused operation.
-        if uses_triton(query) and {type(norm) for norm in norms} <= {RMSNorm, type(None)}:
-            frequencies = micro_batch.once(
-                (self.rope, self.head_dim),
-                lambda: inverse_frequencies(self.rope, self.head_dim, positions.device),
-            )
-            turn = (positions, frequencies, self.rope.magnitude)
-            query, key = (
-                rotate_heads(heads, *turn, *(() if norm is None else (norm.weight, norm.eps)))
-                for heads, norm in zip((query, key), norms, strict=True)
-            )
-            return query, key
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        # The tables are made anew in each block: stored ones would be buffers that travel with the weights.
-        cos, sin = rotation(self.rope, self.head_dim, positions)
-        return rotate(query, cos, sin), rotate(key, cos, sin)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         """Fill linear weights as `init_linear_` does, norms with 1, biases and sinks with 0."""
@@ -173,9 +154,7 @@ class Attention(nn.Module):
         """
         num_tokens = batch * tokens
         making_mask = num_tokens * tokens * 3 if kernel is AttentionKernel.MASK else 0
-        rotating = (
-            0 if holds_no_fp32(num_tokens, device) else 4 * 4 * num_tokens * self.num_heads * self.head_dim
-        )
+        rotating = 4 * 4 * elements_at_once(num_tokens * self.num_heads * self.head_dim, device, num_tokens)
         gradients = num_tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
         if kernel is AttentionKernel.OFFSETS:
             shape = self.num_heads, self.num_kv_heads, self.head_dim

@@ -1,4 +1,4 @@
-"""Feed-forwards of long micro-batches, computed in chunks of tokens.
+"""Feed-forwards of long micro-batches, computed in chunks of tokens; and fp32 work on rows, in slices of rows.
 
 A feed-forward works token by token. What it makes inside is several times as large as its input: 58 times in a block of
 Qwen3-235B. A micro-batch of more than `CHUNK_TOKENS` tokens therefore goes through it chunk by chunk. The forward
@@ -17,14 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import has_triton
+from torchround.accelerators import is_accelerator
 from torchround.keeping import rest_of_replay
 from torchround.layer import LayerWork
 from torchround.models.common.lora import Adaptable
+from torchround.models.kernels.operation import uses_fused
 
 # As many as a usual micro-batch has, which is then computed at once. Fewer would be a recomputation for nothing, more would
 # shorten the longest sequence: an expert block of Qwen3-235B takes 0.45 MB for each token of a chunk.
 CHUNK_TOKENS = 8192
+
+# 128 MiB in fp32. Smaller slices would take a card little more time than their kernels take to launch.
+SLICE_ELEMENTS = 1 << 25
 
 
 def in_chunks(
@@ -74,12 +78,35 @@ def work_in_chunks(work_of: Callable[[int], LayerWork], num_tokens: int, row_byt
     )
 
 
-def holds_no_fp32(num_tokens: int, device: str) -> bool:
-    """Return whether a block of this many tokens runs kernels on a type of device that hold no tensors in fp32.
+def in_slices(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return `function(*inputs)`, on an accelerator computed for at most `SLICE_ELEMENTS` of the first input at once.
 
-    Triton's do not. A compiled block may; the engine compiles none that has several chunks.
+    Each input and result is `[N, ...]`, and a row of the results depends on the same row of the inputs. So what the function
+    holds in fp32 stays small. A compiler gets all rows: it fuses the operations, and holds none of that.
     """
-    return num_tokens > CHUNK_TOKENS and has_triton(device)
+    first = inputs[0]
+    num_rows = len(first)
+    step = max(1, SLICE_ELEMENTS * num_rows // max(1, first.numel()))
+    if num_rows <= step or not uses_fused(first):
+        return function(*inputs)
+    results: tuple[Tensor, ...] = ()
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        found = function(*(one[rows] for one in inputs))
+        if not results:
+            results = tuple(one.new_empty((num_rows, *one.shape[1:])) for one in found)
+        for result, one in zip(results, found, strict=True):
+            result[rows] = one
+    return results
+
+
+def elements_at_once(elements: int, device: str, num_tokens: int | None = None) -> int:
+    """Return how many of these elements `in_slices` takes at once on a type of device.
+
+    A block of one chunk may be compiled, and then counts all of them. Without `num_tokens` the layer never is.
+    """
+    is_cut = is_accelerator(device) and (num_tokens is None or num_tokens > CHUNK_TOKENS)
+    return min(elements, SLICE_ELEMENTS) if is_cut else elements
 
 
 class _Run:

@@ -37,7 +37,6 @@ from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
 from torchround.models.common.primitives import (
     RMSNorm,
-    add_and_norm,
     init_embedding_,
     init_linear_,
     lookup,
@@ -141,13 +140,13 @@ class Block(nn.Module):
         self.mlp = settings.feed_forward(hidden_size)
         self.load_experts = 0
         # Compiled code would keep the gradients of all experts in 16 bits before it adds them to their sums.
-        self.fused_on_accelerators = isinstance(self.mlp, MoE)
+        self.never_compiled = isinstance(self.mlp, MoE)
         self.most_compiled_tokens = chunks.CHUNK_TOKENS
 
     def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:
         stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
-        stream, x = add_and_norm(stream, None, self.attention_norm)
-        stream, x = add_and_norm(stream, self.attention(x, micro_batch), self.mlp_norm)
+        stream = stream + self.attention(self.attention_norm(stream), micro_batch)
+        x = self.mlp_norm(stream)
         is_read = output_is_read()
         if isinstance(self.mlp, MoE) and self.mlp.shape.balance_coefficient:
             mixed, load = self.mlp.forward_with_load(x, is_read)
@@ -211,7 +210,7 @@ class Head(nn.Module):
     Divided by the step's labels like the rest of the loss, that is `balance_coefficient` times the mean penalty.
     """
 
-    fused_on_accelerators = True
+    never_compiled = True  # the loss adds to the weight's gradient itself
 
     def __init__(
         self,

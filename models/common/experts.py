@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import PLANNED_KIND, has_triton, is_accelerator
+from torchround.accelerators import PLANNED_KIND
 from torchround.keeping import joined, keep, passing
 from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
-from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
+from torchround.models.common.primitives import gated_product, init_linear_
 from torchround.models.kernels.grouped import RowGroups, stack_product
 
 
@@ -73,8 +73,6 @@ class ExpertStack(Adaptable, ABC):
     """
 
     ffn_size: int
-    # Whether plain code, without a Triton kernel, adds a bias to gate and up before it saves them.
-    biased = False
 
     @abstractmethod
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
@@ -124,22 +122,16 @@ class ExpertStack(Adaptable, ABC):
         kept_bytes = num_rows * row_elements * element_bytes
         before_down = tuple(name for name in self.adaptable if name != "down")
         parts = (
-            self._kept(
-                "gate_up",
-                before_down,
-                num_rows,
-                element_bytes,
-                saves_results=has_triton(device) or not self.biased,
-            ),
+            self._kept("gate_up", before_down, num_rows, element_bytes, saves_results=True),
             # The backward does not need the outputs of the projection down.
             self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
         )
         products = Products(sum(part.flops for part in parts), num_rows * frozen_row_flops, "grouped")
-        scratch_bytes = kept_bytes
-        if self.biased and is_accelerator(device) and not has_triton(device):
-            # Plain code makes gate, up and their product again, with the biases and clamped, and gradients of these.
-            scratch_bytes += num_rows * 6 * self.ffn_size * element_bytes
-        return LayerWork((products,), kept_bytes, 0, scratch_bytes, parts)
+        return LayerWork((products,), kept_bytes, 0, kept_bytes, parts)
+
+    def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
+        """Count what the activation's backward needs besides gate, up, their product and the gradients of these."""
+        return 0
 
     def _kept(
         self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool
@@ -160,16 +152,16 @@ class ExpertStack(Adaptable, ABC):
 
 
 class GatedExperts(ExpertStack):
-    """`down_e(activation(gate_e(row)) * up_e(row) * weight)` for each row of expert e; no biases.
+    """`down_e(silu(gate_e(row)) * up_e(row) * weight)` for each row of expert e; no biases.
 
     Stacks and adapters have outputs first, `[E, Z, A]`: `<name>_lora_a [E, r, A]`, `<name>_lora_b [E, Z, r]`.
     """
 
     adaptable = ("gate", "up", "down")
 
-    def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, activation: str = "silu") -> None:
+    def __init__(self, hidden_size: int, num_experts: int, ffn_size: int) -> None:
         super().__init__()
-        self.ffn_size, self.activation = ffn_size, legal_activation(activation)
+        self.ffn_size = ffn_size
         inward, outward = (num_experts, ffn_size, hidden_size), (num_experts, hidden_size, ffn_size)
         self.gate = nn.Parameter(torch.empty(inward, device="meta"))
         self.up = nn.Parameter(torch.empty(inward, device="meta"))
@@ -177,7 +169,7 @@ class GatedExperts(ExpertStack):
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         gate, up = keep("gate_up", self._gate_up, rows, routes)  # [R, F]
-        product = gated_product(gate, up, weights, self.activation)
+        product = gated_product(gate, up, weights)
         return keep("down", self.product, "down", product, routes)
 
     def _gate_up(self, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torchround.models.common.chunks import in_chunks, work_in_chunks
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import kept_linears, linear_work
-from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
+from torchround.models.common.primitives import gated_product, init_linear_
 from torchround.models.kernels.projections import Projection, project_all
 
 # Kept per row: two permutations and the expert in int64, the weight in fp32.
@@ -28,11 +28,10 @@ ROW_SCALARS_BYTES = 3 * 8 + 4
 
 
 class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))`: SwiGLU with `silu`, GeGLU with `gelu_tanh`."""
+    """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, hidden_size: int, ffn_size: int, activation: str = "silu") -> None:
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
         super().__init__()
-        self.activation = legal_activation(activation)
         self.gate = Projection(hidden_size, ffn_size)
         self.up = Projection(hidden_size, ffn_size)
         self.down = Projection(ffn_size, hidden_size)
@@ -43,7 +42,7 @@ class GatedMLP(nn.Module):
 
     def _mix(self, x: Tensor) -> Tensor:
         gate, up = keep("gate_up", project_all, x, (self.gate, self.up))
-        return keep("down", self.down, gated_product(gate, up, activation=self.activation))
+        return keep("down", self.down, gated_product(gate, up))
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         """Fill the linear layers; the one that writes to the residual stream is scaled by `output_scale`."""
@@ -152,7 +151,8 @@ class MoE(nn.Module):
         """Count the router's product and the experts' work on R rows.
 
         The backward also needs the probabilities of all experts (fp32), the dispatched rows and each row's numbers.
-        The scratch is the rows in and out of the experts and their gradients, beside the scratch of the experts.
+        The scratch is the rows in and out of the experts and their gradients, or what the activation needs between them,
+        beside the scratch of the experts.
         """
         row_bytes = self.router.in_features * element_bytes
         mixing = work_in_chunks(
@@ -166,10 +166,11 @@ class MoE(nn.Module):
     def _mixing(self, num_tokens: int, row_bytes: int, element_bytes: int, device: str) -> LayerWork:
         num_rows = num_tokens * self.shape.num_chosen
         experts = self.experts.work(num_rows, element_bytes, device)
+        activation_bytes = self.experts.activation_scratch_bytes(num_rows, element_bytes, device)
         return replace(
             experts,
             activation_bytes=experts.activation_bytes + num_rows * (row_bytes + ROW_SCALARS_BYTES),
-            workspace_bytes=4 * num_rows * row_bytes + experts.workspace_bytes,
+            workspace_bytes=max(4 * num_rows * row_bytes, activation_bytes) + experts.workspace_bytes,
         )
 
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from torchround.layer import KERNEL_BLOCK
-from torchround.models.common.sinks import add_sinks, sink_gradient
-from torchround.models.kernels.operation import uses_triton
 from torchround.models.kernels.sink_scores import join_sinks, sinks_gradient
 
 # `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
@@ -88,87 +86,108 @@ class _OffsetAttention(torch.autograd.Function):
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        if bound is None:
-            found = _forward_kernel(query, key, value, documents, longest, window)
-        else:
-            found = _opaque_forward(query, key, value, documents, bound, longest, window)
-        output, log_sums, random_state = found
-        if sinks is not None and uses_triton(output):
+        run = _forward if bound is None else _opaque_forward
+        output, log_sums, random_state = run(query, key, value, documents, bound, longest, window)
+        if sinks is not None:
             output, log_sums = join_sinks(output, log_sums, sinks)
-        elif sinks is not None:
-            share, log_sums = add_sinks(log_sums, sinks.float()[:, None])  # [H, N]
-            output = output * share.T[..., None].to(output.dtype)
         ctx.longest, ctx.window = longest, window
         ctx.save_for_backward(query, key, value, documents, bound, sinks, output, log_sums, random_state)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, documents, bound, sinks, *found = ctx.saved_tensors
-        grad, (output, log_sums, random_state) = grads[0].contiguous(), found
-        if bound is None:
-            gradients = _gradients(
-                grad, query, key, value, output, log_sums, documents, ctx.longest, ctx.window, random_state
-            )
-        else:
-            limits = bound, ctx.longest, ctx.window
-            gradients = _opaque_backward(query, key, value, documents, *limits, grad, *found)
-        grad_sinks = None
-        if sinks is not None and uses_triton(grad):
-            grad_sinks = sinks_gradient(grad, output, log_sums, sinks)
-        elif sinks is not None:
-            moved = (grad.float() * output).sum(dim=-1).T  # [H, N]
-            grad_sinks = sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=1)
+        query, key, value, documents, bound, sinks, output, log_sums, random_state = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        run = _backward if bound is None else _opaque_backward
+        limits, found = (bound, ctx.longest, ctx.window), (output, log_sums, random_state)
+        gradients = run(query, key, value, documents, *limits, grad, *found)
+        grad_sinks = None if sinks is None else sinks_gradient(grad, output, log_sums, sinks)
         return *gradients, None, None, None, None, grad_sinks
 
 
-# The same kernels for a compiler. To it the number of documents is data, so that one piece of code serves every batch.
-
-
-@torch.library.custom_op("torchround::attend_by_offsets", mutates_args=())
-def _opaque_forward(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    document_ids: Tensor,
-    max_documents: Tensor,
-    longest: Tensor | None,
+    documents: Tensor,
+    bound: Tensor | None,
+    longest: Any,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    offsets = document_offsets(document_ids, int(max_documents))
-    most_tokens = document_ids.shape[1] if longest is None else int(longest)
-    return _forward_kernel(query, key, value, offsets, most_tokens, window)
+    offsets, longest = _offsets_and_longest(documents, bound, longest)
+    return _forward_kernel(query, key, value, offsets, longest, window)
 
 
-@_opaque_forward.register_fake
-def _opaque_forward_shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    log_sums = query.new_empty(query.shape[1::-1], dtype=torch.float32)  # [H, N]
-    return torch.empty_like(query), log_sums, query.new_empty(2, dtype=torch.uint64)
-
-
-@torch.library.custom_op("torchround::attend_by_offsets_backward", mutates_args=())
-def _opaque_backward(
+def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    document_ids: Tensor,
-    max_documents: Tensor,
-    longest: Tensor | None,
+    documents: Tensor,
+    bound: Tensor | None,
+    longest: Any,
     window: int | None,
     grad: Tensor,
     output: Tensor,
     log_sums: Tensor,
     random_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    offsets = document_offsets(document_ids, int(max_documents))
-    most_tokens = document_ids.shape[1] if longest is None else int(longest)
-    return _gradients(grad, query, key, value, output, log_sums, offsets, most_tokens, window, random_state)
+    """Return the gradients of query, key and value.
+
+    The kernel's scratch grows with the number of documents. So a call takes a part of them, and writes the gradients of
+    their tokens alone.
+    """
+    offsets, longest = _offsets_and_longest(documents, bound, longest)
+    step = documents_at_once(len(query))
+    found: tuple[Tensor, ...] = ()
+    for first in range(0, len(offsets) - 1, step):
+        part = offsets[first : first + step + 1]
+        more = _backward_kernel(
+            grad, query, key, value, output, log_sums, part, longest, window, random_state
+        )
+        if found:
+            # Later parts overwrite what this one leaves undefined after its own tokens.
+            is_later = (torch.arange(len(query), device=query.device) >= part[0])[:, None, None]
+            for old, new in zip(found, more, strict=True):
+                torch.where(is_later, new, old, out=old)
+        else:
+            found = more
+    of_query, of_key, of_value = found
+    return of_query, of_key, of_value
+
+
+def _offsets_and_longest(documents: Tensor, bound: Tensor | None, longest: Any) -> tuple[Tensor, int]:
+    if bound is None:
+        return documents, longest
+    return document_offsets(documents, int(bound)), documents.shape[1] if longest is None else int(longest)
+
+
+# The same for a compiler. To it the number of documents is data, so that one piece of code serves every batch.
+_OPAQUE_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor documents, Tensor bound, Tensor? longest, int? window"
+)
+_opaque_forward = torch.library.custom_op(
+    "torchround::attend_by_offsets",
+    _forward,
+    mutates_args=(),
+    schema=f"({_OPAQUE_INPUTS}) -> (Tensor, Tensor, Tensor)",
+)
+_opaque_backward = torch.library.custom_op(
+    "torchround::attend_by_offsets_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"({_OPAQUE_INPUTS}, Tensor grad, Tensor output, Tensor log_sums, Tensor random_state)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_opaque_forward.register_fake
+def _forward_shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    log_sums = query.new_empty(query.shape[1::-1], dtype=torch.float32)  # [H, N]
+    return torch.empty_like(query), log_sums, query.new_empty(2, dtype=torch.uint64)
 
 
 @_opaque_backward.register_fake
-def _opaque_backward_shapes(
-    query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -212,41 +231,6 @@ def backward_scratch_bytes(batch: int, tokens: int, num_heads: int, num_kv_heads
     scratch = 4 * rows * num_heads * (head_dim + -head_dim % 32 + 1)
     spread = 2 * 2 * tokens * num_heads * head_dim if num_kv_heads < num_heads else 0
     return scratch + spread + 2 * tokens * (num_heads + 2 * num_kv_heads) * head_dim
-
-
-def _gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    random_state: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
-
-    The kernel's scratch grows with the number of documents. So a call takes a part of them, and writes the gradients of
-    their tokens alone.
-    """
-    step = documents_at_once(len(query))
-    found: tuple[Tensor, ...] = ()
-    for first in range(0, len(offsets) - 1, step):
-        part = offsets[first : first + step + 1]
-        more = _backward_kernel(
-            grad, query, key, value, output, log_sums, part, longest, window, random_state
-        )
-        if found:
-            # Later parts overwrite what this one leaves undefined after its own tokens.
-            is_later = (torch.arange(len(query), device=query.device) >= part[0])[:, None, None]
-            for old, new in zip(found, more, strict=True):
-                torch.where(is_later, new, old, out=old)
-        else:
-            found = more
-    of_query, of_key, of_value = found
-    return of_query, of_key, of_value
 
 
 def _backward_kernel(

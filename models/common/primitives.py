@@ -1,9 +1,9 @@
-"""The small operations that several layers share: RMS norm, gated product, table lookup, initial weights.
+"""The small operations that several layers share: RMS norm, rotation, gated product, table lookup, initial weights.
 
 Each operation has a backward of its own. It keeps less than autograd would, so that the memory kept is what RoundPipe's
 appendix B.1 counts, or it adds up in fp32.
 
-Shapes: N tokens, D model width, F feed-forward width, V rows of a table.
+Shapes: B sequences, T tokens, N = B T, D model width, H heads, C channels of a head, F feed-forward width, V rows of a table.
 """
 
 import math
@@ -16,17 +16,11 @@ from torch.nn import functional as F
 
 from torchround.accelerators import PLANNED_KIND
 from torchround.layer import LayerWork
-from torchround.models.common.chunks import holds_no_fp32
-from torchround.models.common.config import ModelConfigError
-from torchround.models.kernels.gated_products import fused_gated_product
-from torchround.models.kernels.norms import normed_sum
-from torchround.models.kernels.operation import uses_triton
+from torchround.models.common.chunks import elements_at_once, in_slices
 
 STANDARD_DEVIATION = 0.02
 CUT = 3.0  # truncated normals end at this many standard deviations
 BLOCK_ELEMENTS = 1 << 22  # numbers drawn at once: 16 MiB of fp32 scratch
-
-ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 class RMSNorm(nn.Module):
@@ -42,9 +36,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        if uses_triton(x):
-            return normed_sum(x, None, self.weight, self.eps)[1]
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return _RMSNorm.apply(x.flatten(0, -2), self.weight, self.eps).view_as(x)
 
     def init_weights(self) -> None:
         """Set the weight to 1."""
@@ -55,104 +47,112 @@ class RMSNorm(nn.Module):
         """Count what a norm on the residual stream costs.
 
         Kept: its input, its output (the input of the linear layers behind it) and one fp32 scale per token. Scratch:
-        input, gradient, normed input and their product, all in fp32; of a kernel the gradients of both and of their sum.
+        input, gradient, normed input and their product, all in fp32; and if it is cut in slices, the gradients of both and
+        of their sum.
         """
         elements = num_tokens * self.weight.numel()
+        at_once = elements_at_once(elements, device, num_tokens)
+        gradient_bytes = 3 * elements * element_bytes if at_once < elements else 0
         return LayerWork(
             activation_bytes=2 * elements * element_bytes + 4 * num_tokens,
-            workspace_bytes=(3 * element_bytes if holds_no_fp32(num_tokens, device) else 4 * 4) * elements,
+            workspace_bytes=4 * 4 * at_once + gradient_bytes,
         )
-
-
-def add_and_norm(stream: Tensor, update: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """Return `stream + update`, or `stream` without an update, and its norm. With Triton that is one kernel."""
-    # A subclass may compute something else.
-    if type(norm) is RMSNorm and uses_triton(stream):
-        return normed_sum(stream, update, norm.weight, norm.eps)
-    if update is not None:
-        stream = stream + update
-    return stream, norm(stream)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()  # [..., 1]
+        def norm(x: Tensor) -> tuple[Tensor, Tensor]:
+            wide = x.float()
+            scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()  # [N, 1]
+            return (wide * scale).mul_(weight.float()).to(x.dtype), scale
+
+        normed, scale = in_slices(norm, x)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * weight.float()).to(x.dtype)
+        return normed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        grad = grads[0].float()
-        normed = x.float() * scale
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            # Summed over tokens in fp32 and left in fp32: autograd casts to the dtype of the leaf's gradient.
-            grad_weight = (grad * normed).flatten(0, -2).sum(dim=0)  # [..., D] -> [N, D] -> [D]
-        inner = grad * weight.float()
-        # d/dx of x * scale(x): the part along x is removed, because scaling x changes nothing.
-        grad_x = scale * (inner - normed * (inner * normed).mean(dim=-1, keepdim=True))
-        return grad_x.to(x.dtype), grad_weight, None
+        sums: list[Tensor] = []
+
+        def differentiate(grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor]:
+            grad, normed = grad.float(), x.float() * scale
+            if ctx.needs_input_grad[1]:
+                # Summed over tokens in fp32 and left in fp32: autograd casts to the dtype of the leaf's gradient.
+                sums.append((grad * normed).sum(dim=0))  # [N, D] -> [D]
+            inner = grad * weight.float()
+            # d/dx of x * scale(x): the part along x is removed, because scaling x changes nothing.
+            along = (inner * normed).mean(dim=-1, keepdim=True)
+            return (inner.sub_(normed.mul_(along)).mul_(scale).to(x.dtype),)
+
+        (grad_x,) = in_slices(differentiate, grads[0], x, scale)
+        return grad_x, sum(sums[1:], start=sums[0]) if sums else None, None
 
 
-def gated_product(
-    gate: Tensor, up: Tensor, weights: Tensor | None = None, activation: str = "silu"
-) -> Tensor:
-    """Return `activation(gate) * up`, elementwise, times `weights [N]` if given (one fp32 number per row of `[N, F]`).
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel `i` with channel `i + C / 2` of `[B, T, H, C]`, in fp32, and cast back.
 
-    With `silu` this is SwiGLU, with `gelu_tanh` GeGLU (Shazeer, arXiv 2002.05202). The backward keeps the inputs and
-    recomputes the activation: `6 B T F` bytes of a 16-bit block (RoundPipe appendix B.1) instead of `8 B T F`.
+    `cos` and `sin` are `[B, T, 1, C / 2]` fp32. This is the pairing of the Hugging Face checkpoints (Meta's own files pair
+    neighbours).
     """
-    if uses_triton(gate):
-        return fused_gated_product(gate, up, weights, activation)
-    return _GatedProduct.apply(gate, up, weights, activation)
+    return _Rotation.apply(*(tensor.flatten(0, 1) for tensor in (heads, cos, sin))).view_as(heads)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, -sin), None, None  # back, by the opposite angles
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        first, second = heads.float().chunk(2, dim=-1)  # [N, H, C / 2] each
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return (rotated.to(heads.dtype),)
+
+    return in_slices(turn, heads, cos, sin)[0]
+
+
+def gated_product(gate: Tensor, up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return `silu(gate) * up`, elementwise, times `weights [N]` if given (one fp32 number per row of `[N, F]`).
+
+    This is SwiGLU (Shazeer, arXiv 2002.05202). The backward keeps the inputs and recomputes the activation: `6 B T F` bytes
+    of a 16-bit block (RoundPipe appendix B.1) instead of `8 B T F`.
+    """
+    return _GatedProduct.apply(gate, up, weights)
 
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor | None, activation: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, weights)
-        ctx.activation = activation
-        product = _activate(gate, activation).mul_(up)
+        product = F.silu(gate).mul_(up)
         return product if weights is None else product.mul_(weights[:, None])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, weights = ctx.saved_tensors
-        grad, active, grad_weights = grads[0], _activate(gate, ctx.activation), None
+        grad, active, grad_weights = grads[0], F.silu(gate), None
         if weights is not None:
             grad_weights = (grad * active * up).sum(dim=-1, dtype=torch.float32)  # [N, F] -> [N]
             grad = grad * weights[:, None].to(gate.dtype)
-        grad_gate = _activate_backward(grad * up, gate, ctx.activation)
-        return grad_gate, active.mul_(grad), grad_weights, None
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, active.mul_(grad), grad_weights
 
 
-def legal_activation(name: str) -> str:
-    """Return `name` if `gated_product` computes that activation; raise `ModelConfigError` otherwise."""
-    if name not in ACTIVATIONS:
-        raise ModelConfigError(f"activation = {name!r}; legal: {', '.join(ACTIVATIONS)}")
-    return name
-
-
-def _activate(gate: Tensor, activation: str) -> Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-
-
-def _activate_backward(grad: Tensor, gate: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(grad, gate)
-    return torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
-
-
-def lookup(table: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+def lookup(table: Tensor, index: Tensor) -> Tensor:
     """Return the rows of `table [V, D]` at `index [...]`, `[..., D]`, with a gradient that adds up in fp32.
 
-    In bf16 the sum for a row that is met 256 times would stop growing. `weights [N]` fp32, for an index `[N]`,
-    multiply the rows; neither the rows nor the products are kept for the backward.
+    In bf16 the sum for a row that is used 256 times would stop growing.
     """
-    return _Lookup.apply(table, index, weights)
+    return _Lookup.apply(table, index)
 
 
 # An operation of its own, so that a compiler leaves it whole: Inductor would make atomic additions of it.
@@ -172,20 +172,15 @@ def _lookup_gradient_shape(grad: Tensor, index: Tensor, num_rows: int) -> Tensor
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
         ctx.num_rows = table.shape[0]
-        ctx.save_for_backward(index, weights, None if weights is None else table)
-        rows = F.embedding(index, table)
-        return rows if weights is None else rows.mul_(weights[:, None])
+        ctx.save_for_backward(index)
+        return F.embedding(index, table)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        index, weights, table = ctx.saved_tensors
-        if weights is None:
-            return lookup_gradient(grads[0], index, ctx.num_rows), None, None
-        grad_weights = (grads[0] * table[index]).sum(dim=-1, dtype=torch.float32)  # [N, D] -> [N]
-        weighted = grads[0].float() * weights[:, None]
-        return lookup_gradient(weighted, index, ctx.num_rows), None, grad_weights
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return lookup_gradient(grads[0], index, ctx.num_rows), None
 
 
 def init_linear_(weight: Tensor, generator: torch.Generator, scale: float = 1.0) -> None:

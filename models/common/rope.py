@@ -4,7 +4,7 @@ The tables of cosines and sines are not stored: they are recomputed in fp32 from
 operations that run on the positions' device and never wait for it. For 8192 tokens that is under 0.1 % of a block's
 time.
 
-Shapes: B sequences, T tokens, H heads, C channels of a head.
+Shapes: B sequences, T tokens, C channels of a head.
 """
 
 import math
@@ -82,15 +82,6 @@ def rotation(rope: Rope, head_dim: int, positions: Tensor) -> tuple[Tensor, Tens
     # [B, T, 1, 1] x [C / 2] -> [B, T, 1, C / 2]; the 1 stands for all heads.
     angles = positions[..., None, None].float() * inverse_frequencies(rope, head_dim, positions.device)
     return angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel `i` with channel `i + C / 2` of `[B, T, H, C]`, in fp32, and cast back.
-
-    This is the pairing of the Hugging Face checkpoints (Meta's own files pair neighbours).
-    """
-    first, second = heads.float().chunk(2, dim=-1)  # [B, T, H, C / 2] each
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchround.keeping import keep
+from torchround.models.common.chunks import elements_at_once, in_slices
 from torchround.models.common.decoder import ATTENTION_NAMES, BlockSettings, attention_maker
 from torchround.models.common.experts import ExpertStack, Routes
 from torchround.models.common.family import Family
 from torchround.models.common.feed_forward import MoE
 from torchround.models.common.lora import LoraShape
-from torchround.models.common.primitives import RMSNorm, init_linear_, lookup
+from torchround.models.common.primitives import RMSNorm, init_linear_, lookup_gradient
 from torchround.models.gpt_oss.config import (
     FLAVORS,
     MODEL_TYPES,
@@ -26,8 +28,6 @@ from torchround.models.gpt_oss.config import (
     config_from_hf,
     config_to_hf,
 )
-from torchround.models.kernels.gated_products import add_expert_bias, clamped_product
-from torchround.models.kernels.operation import uses_triton
 
 OWN_NAMES = {
     "attention.query.bias": "self_attn.q_proj.bias",
@@ -42,6 +42,9 @@ OWN_NAMES = {
     "mlp.experts.down": "mlp.experts.down_proj",
     "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
 }
+
+
+BIAS_COLUMNS = 1024  # of the gradients of biases that are added up at once
 
 
 def block_settings(config: GptOssConfig) -> list[BlockSettings]:
@@ -72,7 +75,6 @@ class GptOssExperts(ExpertStack):
 
     adaptable = ("gate_up", "down")
     undecayed = ("gate_up_bias", "down_bias")
-    biased = True
 
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, limit: float, alpha: float) -> None:
         super().__init__()
@@ -85,16 +87,11 @@ class GptOssExperts(ExpertStack):
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         gate_up = keep("gate_up", self.product, "gate_up", rows, routes)  # [R, 2 F]
-        if uses_triton(gate_up):
-            where = (routes.experts, routes.ends, weights)
-            product = clamped_product(gate_up, self.gate_up_bias, *where, self.limit, self.alpha)  # [R, F]
-            mixed = keep("down", self.product, "down", product, routes)
-            return add_expert_bias(mixed, self.down_bias, *where)
-        gate_up = gate_up + lookup(self.gate_up_bias, routes.experts)
-        product = ClampedSwiGLU.apply(gate_up, weights, self.limit, self.alpha)  # [R, F]
-        mixed = keep("down", self.product, "down", product, routes)  # [R, D]
+        experts = routes.experts
+        product = ClampedSwiGLU.apply(gate_up, self.gate_up_bias, experts, weights, self.limit, self.alpha)
+        mixed = keep("down", self.product, "down", product, routes)  # [R, F] -> [R, D]
         # The product holds the routing weight already; the bias still needs it.
-        return mixed + lookup(self.down_bias, routes.experts, weights)
+        return WeightedBias.apply(mixed, self.down_bias, experts, weights)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         """Fill the stacks as every `ExpertStack`; biases begin at 0."""
@@ -103,6 +100,11 @@ class GptOssExperts(ExpertStack):
         with torch.no_grad():
             self.gate_up_bias.zero_()
             self.down_bias.zero_()
+
+    def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
+        """Count gate and up with their biases, clamped, and gradients; or columns of the biases' gradients in fp32."""
+        at_once = elements_at_once(2 * self.ffn_size * num_rows, device)
+        return max(6 * at_once * element_bytes, 2 * 4 * num_rows * min(BIAS_COLUMNS, 2 * self.ffn_size))
 
     def matrix(self, stack: Tensor) -> Tensor:
         return stack
@@ -123,27 +125,81 @@ class GptOssExperts(ExpertStack):
 class ClampedSwiGLU(torch.autograd.Function):
     """`(up + 1) * gate * sigmoid(alpha gate) * weight` with gate <= limit and |up| <= limit.
 
-    Gates are the even channels, ups the odd ones. Only the inputs are kept.
+    `gate_up [R, 2 F]`, with the `bias [E, 2 F]` of each row's expert added, has gates in its even channels and ups in the
+    odd ones. `weights` is `[R]` fp32. Only the inputs are kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
-        ctx.save_for_backward(gate_up, weights)
+    def forward(
+        ctx: Any, gate_up: Tensor, bias: Tensor, experts: Tensor, weights: Tensor, limit: float, alpha: float
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, bias, experts, weights)
         ctx.limit, ctx.alpha = limit, alpha
-        gate, up = _clamp(gate_up, limit)
-        return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1).mul_(weights[:, None])
+
+        def activate(gate_up: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor]:
+            gate, up = _clamp(gate_up + F.embedding(experts, bias), limit)
+            return ((gate * torch.sigmoid(alpha * gate)).mul_(up + 1).mul_(weights[:, None]),)
+
+        return in_slices(activate, gate_up, experts, weights)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        gate_up, weights = ctx.saved_tensors
-        gate, up = _clamp(gate_up, ctx.limit)
-        open_share = torch.sigmoid(ctx.alpha * gate)
-        active = gate * open_share
-        grad_weights = (grads[0] * active * (up + 1)).sum(dim=-1, dtype=torch.float32)  # [R, F] -> [R]
-        grad = grads[0] * weights[:, None].to(gate_up.dtype)
-        grad_gate = grad * (up + 1) * (open_share + ctx.alpha * active * (1 - open_share))
-        grad_gate_up = torch.stack((grad_gate, grad * active), dim=-1).flatten(-2)  # [R, F, 2] -> [R, 2 F]
-        return grad_gate_up.mul_(_inside_clamp(gate_up, ctx.limit)), grad_weights, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, bias, experts, weights = ctx.saved_tensors
+
+        def differentiate(
+            gate_up: Tensor, experts: Tensor, weights: Tensor, grad: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            gate_up = gate_up + F.embedding(experts, bias)
+            gate, up = _clamp(gate_up, ctx.limit)
+            up += 1
+            open_share = torch.sigmoid(ctx.alpha * gate)
+            active = gate * open_share
+            grad_weights = (grad * active * up).sum(dim=-1, dtype=torch.float32)  # [R, F] -> [R]
+            grad = grad * weights[:, None].to(gate_up.dtype)
+            grad_gate = grad * up * (open_share + ctx.alpha * active * (1 - open_share))
+            grad_gate_up = torch.stack((grad_gate, grad * active), dim=-1).flatten(
+                -2
+            )  # [R, F, 2] -> [R, 2 F]
+            return grad_gate_up.mul_(_inside_clamp(gate_up, ctx.limit)), grad_weights
+
+        grad_gate_up, grad_weights = in_slices(differentiate, gate_up, experts, weights, grads[0])
+        grad_bias = _sum_by_expert(grad_gate_up, experts, len(bias)) if ctx.needs_input_grad[1] else None
+        return grad_gate_up, grad_bias, None, grad_weights, None, None
+
+
+class WeightedBias(torch.autograd.Function):
+    """`rows [R, D]` with the `bias [E, D]` of each row's expert added, times the row's weight (`weights [R]` fp32)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(bias, experts, weights)
+
+        def add(rows: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor]:
+            return (rows + F.embedding(experts, bias).mul_(weights[:, None]),)
+
+        return in_slices(add, rows, experts, weights)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        bias, experts, weights = ctx.saved_tensors
+
+        def along_bias(grad: Tensor, experts: Tensor) -> tuple[Tensor]:
+            return ((grad * F.embedding(experts, bias)).sum(dim=-1, dtype=torch.float32),)  # [R, D] -> [R]
+
+        (grad_weights,) = in_slices(along_bias, grads[0], experts)
+        grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_bias = _sum_by_expert(grads[0], experts, len(bias), weights)
+        return grads[0], grad_bias, None, grad_weights
+
+
+def _sum_by_expert(rows: Tensor, experts: Tensor, num_experts: int, weights: Tensor | None = None) -> Tensor:
+    """Add up each expert's rows `[R, Z]`, times their `weights [R]` if given, in fp32, to `[E, Z]`."""
+    sums = []
+    for part in rows.split(BIAS_COLUMNS, dim=1):  # so that few of the rows are in fp32 at once
+        wide = part.float() if weights is None else part.float() * weights[:, None]
+        sums.append(lookup_gradient(wide, experts, num_experts))
+    return torch.cat(sums, dim=1)
 
 
 def _clamp(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:

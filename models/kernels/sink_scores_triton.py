@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchround.models.kernels.norms import tokens_each
-from torchround.models.kernels.norms_triton import warps_for
-from torchround.models.kernels.sink_scores import joined_results, partial_gradients
+from torchround.models.kernels.sink_scores import joined_results, partial_gradients, tokens_each
+
+ELEMENTS_OF_A_WARP = 512
 
 
 def launch_join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,8 @@ def launch_join_sinks_backward(grad: Tensor, output: Tensor, log_sums: Tensor, s
 
 def _blocks(output: Tensor) -> dict[str, int]:
     heads, channels = (triton.next_power_of_2(size) for size in output.shape[1:])
-    return {"HEADS": heads, "CHANNELS": channels, "num_warps": warps_for(heads * channels)}
+    warps = max(1, min(16, heads * channels // ELEMENTS_OF_A_WARP))
+    return {"HEADS": heads, "CHANNELS": channels, "num_warps": warps}
 
 
 @triton.jit

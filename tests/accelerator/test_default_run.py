@@ -20,8 +20,8 @@ __all__ = ["small_runs"]
 
 # The card has this much free memory. The model's state takes several times that on the host.
 CARD_BYTES = 8 * MIB
-# A plan counts what is kept, not the temporaries of single operations. Without Triton a fused operation is several, which
-# have some. Short sequences keep them small beside the weights, as they are on a card.
+# A plan counts what is kept, not the temporaries of single operations. Short sequences keep them small beside the weights, as
+# they are on a card.
 MARGIN = 1.05
 STEPS = 9
 KEYS = (

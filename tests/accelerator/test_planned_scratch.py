@@ -23,9 +23,15 @@ def model_of(family, ffn_size):
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "experts", "gpt_oss"])
-@pytest.mark.parametrize(("ffn_size", "documents", "chunk"), [(128, 64, 256), (512, 1, 256), (512, 1, 48)])
-def test_a_block_needs_no_more_than_it_counts(simulator, kind, family, ffn_size, documents, chunk, monkeypatch):
+@pytest.mark.parametrize(
+    ("ffn_size", "documents", "chunk", "slice_tokens"),
+    [(128, 64, 256, 256), (512, 1, 256, 256), (512, 1, 48, 256), (512, 1, 48, 16), (64, 1, 128, 16)],
+)
+def test_a_block_needs_no_more_than_it_counts(
+    simulator, kind, family, ffn_size, documents, chunk, slice_tokens, monkeypatch
+):
     monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(chunks, "SLICE_ELEMENTS", slice_tokens * WIDTH)
     model = model_of(family, ffn_size)
     block = copy.deepcopy(model.layers[1]).to_empty(device=kind).to(torch.bfloat16)
     for parameter in block.parameters():

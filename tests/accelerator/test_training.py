@@ -77,7 +77,7 @@ def packed(sizes, seed):
 )
 @pytest.mark.parametrize(("family", "flavor"), MODELS, ids=map("-".join, MODELS))
 def test_a_real_model_gives_the_bits_of_a_plain_loop_however_it_is_cut(kind, family, flavor, tied, dtype, adapted):
-    """Each family takes the branches of an accelerator: attention by offsets, grouped products, fused kernels.
+    """Each family takes the branches of an accelerator: attention by offsets, grouped products, the loss in large chunks.
 
     With adapters, frozen products take other branches than trained ones, and masks of dropout must not depend on the cut.
     """

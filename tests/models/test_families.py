@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.support.rounding import assert_close_in_sums
 from torchround.models import FAMILIES, OWN_FAMILIES, ModelConfigError
 from torchround.models.common.feed_forward import MoEShape
-from torchround.models.common.rope import Llama3Scaling, Rope, YarnScaling, inverse_frequencies, rotate, rotation
+from torchround.models.common.primitives import rotate
+from torchround.models.common.rope import Llama3Scaling, Rope, YarnScaling, inverse_frequencies, rotation
 
 LLAMA3, QWEN3, GPT_OSS = (FAMILIES[name] for name in ("llama3", "qwen3", "gpt_oss"))
 

@@ -8,8 +8,6 @@ from tests.support.interpreted import random
 from tests.support.rounding import assert_close_in_sums
 from tests.support.small_decoders import decoder
 from torchround.models.common import attention
-from torchround.models.common.primitives import RMSNorm, add_and_norm
-from torchround.models.kernels import operation
 from torchround.planning.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
@@ -57,38 +55,3 @@ def test_a_model_on_an_accelerators_way_computes_what_the_plain_one_does(name, f
 def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, fused, offsets_kernel, train_as_a_loop):
     """Recomputation, two workers and later rounds see each micro-batch's own offsets."""
     train_as_a_loop(decoder(name, flavor, vocab_size=50, num_layers=2), PARTITION, *CUTS)
-
-
-@pytest.fixture
-def triton(monkeypatch):
-    """Let layers call Triton kernels on the CPU. None can run there."""
-    monkeypatch.setattr(operation, "has_triton", lambda kind: True)
-    assert operation.uses_triton(random(1))
-
-
-@pytest.mark.usefixtures("triton")
-def test_another_class_of_norm_is_not_replaced_by_the_fused_one():
-    class HalvedNorm(RMSNorm):
-        def forward(self, x):
-            return x / 2
-
-    norm = HalvedNorm(8, 1e-5)
-    norm.weight = torch.nn.Parameter(torch.ones(8))
-    stream, update = random(2, 3, 8).unbind()
-    total, normed = add_and_norm(stream, update, norm)
-    assert torch.equal(total, stream + update) and torch.equal(normed, total / 2)
-
-
-@pytest.mark.usefixtures("triton")
-def test_a_compiler_sees_plain_operations():
-    """It fuses by itself, and cannot look into ours."""
-    norm, seen = RMSNorm(8, 1e-5), []
-    norm.weight = torch.nn.Parameter(torch.ones(8))
-
-    def backend(graph, inputs):
-        seen.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    with torch.no_grad():
-        torch.compile(lambda x: add_and_norm(x, x, norm), backend=backend, fullgraph=True)(random(2, 8))
-    assert seen and not any("torchround" in target for target in seen)

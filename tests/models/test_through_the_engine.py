@@ -78,10 +78,7 @@ BLOCKS = [
     block(sliding(), partial(GatedMLP, ffn_size=48), GATED_MLP_NAMES),
     block(full(), partial(MoE, shape=MIXTURE, make_experts=GatedExperts), EXPERT_NAMES, eps=1e-6),
     block(
-        sliding(qk_norm_eps=1e-6),
-        partial(GatedMLP, ffn_size=40, activation="gelu_tanh"),
-        {**GATED_MLP_NAMES, **QK_NORM_NAMES},
-        norm=OffsetNorm,
+        sliding(qk_norm_eps=1e-6), partial(GatedMLP, ffn_size=40), {**GATED_MLP_NAMES, **QK_NORM_NAMES}, norm=OffsetNorm
     ),
     block(full(), partial(MoE, shape=MIXTURE, make_experts=GatedExperts), EXPERT_NAMES),
 ]
@@ -124,11 +121,3 @@ def test_penalties_that_cannot_be_added_up_are_refused_with_their_values():
     blocks = [BLOCKS[1], replace(BLOCKS[3], feed_forward=other)]
     with pytest.raises(ModelConfigError, match=r"\(4, 0.01\), \(8, 0.01\)"):
         assemble(CONFIG, blocks)
-
-
-@pytest.mark.parametrize(
-    "feed_forward", [partial(GatedMLP, 8, 16), partial(GatedExperts, 8, 4, 16)], ids=["dense", "experts"]
-)
-def test_an_unknown_activation_is_refused_with_the_legal_ones(feed_forward):
-    with pytest.raises(ModelConfigError, match="activation = 'relu'; legal: silu, gelu_tanh"):
-        feed_forward(activation="relu")

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.processes import run_program
 
-MODULES = ("gated_products", "grouped", "norms", "sink_scores", "softmax_loss")
+MODULES = ("grouped", "sink_scores", "softmax_loss")
 MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid
 
 PROGRAM = """
@@ -74,7 +74,7 @@ def compile_all(card):
     return found
 
 
-def launch_all(gated, grouped, norms, sinks, losses, dtype):
+def launch_all(grouped, sinks, losses, dtype):
     """Launch each kernel in each of its forms on `meta`, with sizes of models that users train."""
 
     def make(*shape, kind=dtype):
@@ -87,33 +87,14 @@ def launch_all(gated, grouped, norms, sinks, losses, dtype):
         return make(*shape, kind=torch.int64)
 
     tokens, width, experts, inner = 8192, 2880, 128, 768
-    x, gain, scales = make(tokens, width), make(width), numbers(tokens)
-    for other in (None, x):
-        norms.launch_norm(x, other, gain, 1e-6)
-        norms.launch_norm_backward(x, other, x, gain, scales, trains=other is None)
-    heads, turn = make(4, 2048, 16, 128), (integers(4, 2048), numbers(64), 1.0)
-    norms.launch_rotation(heads, *turn, None, 0.0, back=True)
-    norms.launch_rotation(heads, *turn, make(128), 1e-6, back=False)
-    for trains in (False, True):
-        norms.launch_rotation_backward(heads, *turn, heads, make(128), numbers(4, 2048, 16), trains)
-    for weights, activation in ((None, "silu"), (scales, "silu"), (None, "gelu_tanh")):
-        gated.launch_gated_product(x, x, weights, activation)
-        gated.launch_gated_product_backward(x, x, x, weights, activation)
-    routed = (make(experts, 2 * width), integers(tokens), scales, 7.0, 1.702)
-    gated.launch_clamped_product(make(tokens, 2 * width), *routed)
-    gated.launch_clamped_product_backward(x, make(tokens, 2 * width), *routed)
-    ends = make(experts, kind=torch.int32)
-    gated.launch_expert_bias(x, make(experts, width), integers(tokens), scales)
-    gated.launch_dot_with_bias(x, make(experts, width), integers(tokens))
-    for weights in (None, scales):
-        gated.launch_sum_by_expert(x, ends, weights)
+    heads, ends = make(tokens, 16, 128), make(experts, kind=torch.int32)
     stack, rows = make(experts, inner, width), 8 * tokens
     grouped.launch_rows(make(rows, width), stack.transpose(1, 2), ends)
     grouped.launch_rows(make(rows, inner), stack, ends)
     for kind in (torch.float32, dtype):
         total = make(experts, inner, width, kind=kind).transpose(1, 2)
         grouped.launch_gradient(make(rows, width), make(rows, inner), ends, total)
-    sinks.launch_join_sinks(heads.flatten(0, 1), numbers(16, tokens), make(16))
-    sinks.launch_join_sinks_backward(heads.flatten(0, 1), heads.flatten(0, 1), numbers(16, tokens), make(16))
+    sinks.launch_join_sinks(heads, numbers(16, tokens), make(16))
+    sinks.launch_join_sinks_backward(heads, heads, numbers(16, tokens), make(16))
     for differentiate in (False, True):
         losses.launch_softmax_loss(make(4352, 151936), integers(4352), numbers(4352), 0.1, differentiate)

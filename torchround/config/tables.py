@@ -403,7 +403,7 @@ class EngineTable(Table):
 
     compile: bool | Literal["auto"] = "auto"
     """Code that is compiled (docs/engine.md). `true`: the host's optimizer update and the layers. `auto`: the layers on `cuda`
-    and `xpu` if the device has room, and the update from 2^21 trained parameters on. Losses of compiled layers differ in the
+    if the device has room, and the update from 2^21 trained parameters on. Losses of compiled layers differ in the
     last bits. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's headers. Code that cannot
     be compiled runs uncompiled, with one warning."""
 

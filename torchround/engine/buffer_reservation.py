@@ -17,7 +17,7 @@ from torchround.engine.device import Device
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import Packing
-from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
+from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.planning.host_buffers import LOSS_BYTES, HeldPass, kept_cuts, most_buffers, whole_pages
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.partition import (
@@ -82,7 +82,7 @@ class ValueSizes:
             return 0
         if (layer, shape) not in self._kept:
             work: LayerWork = module.work(*shape, self._element_bytes, self._kind)  # type: ignore[operator]
-            if self._compiles and not runs_fused(module, self._kind, shape.numel()):
+            if self._compiles and may_compile(module, shape.numel()):
                 work = kept_whole(work)
             self._kept[layer, shape] = sum(part.nbytes for part in work.keepable if part.name in names)
         return self._kept[layer, shape]

@@ -27,7 +27,7 @@ from torchround import keeping
 from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
-from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
+from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, may_compile
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ class LayerCompiler:
         """Compile layer `index` of the model, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
-        device = parameters[0].device.type if parameters else None
-        if device is not None and runs_fused(layer, device):
+        if not may_compile(layer):
             return layer
         if next(layer.buffers(), None) is not None:
             return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
@@ -71,7 +70,7 @@ class LayerCompiler:
                 and micro_batch.cache is None
                 and (hidden is None or flatten(hidden)[1] in (SINGLE, FLAT))
             ):
-                if device is not None and runs_fused(layer, device, micro_batch.shape.numel()):
+                if not may_compile(layer, micro_batch.shape.numel()):
                     return layer(hidden, micro_batch)
                 output = kind.run(parameters, hidden, micro_batch, board)
                 if output is not None:

@@ -22,7 +22,7 @@ from torchround.engine.passes import StepResult
 from torchround.engine.reports import costs_from_reports
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
 from torchround.engine.worker.orthogonalise import STEPS, directed_parameters, scratch_bytes, slot_bytes
-from torchround.layer import LayeredModel, LayerWork, aligned, runs_fused
+from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.optim.formats import StateFormat
 from torchround.optim.optimizer import UpdateRule, make_optimizer
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
@@ -241,7 +241,7 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind, tokens * sequences):
+        if compiles_layers(numbers.engine, kind) and may_compile(layer, tokens * sequences):
             # The layer keeps all its parts or nothing. A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             workspace_bytes = work.workspace_bytes + trained * element_bytes
