@@ -211,7 +211,7 @@ class Head(nn.Module):
     Divided by the step's labels like the rest of the loss, that is `balance_coefficient` times the mean penalty.
     """
 
-    fused_on_accelerators = True
+    never_compiled = True  # the loss adds to the weight's gradient itself
 
     def __init__(
         self,

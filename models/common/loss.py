@@ -8,22 +8,19 @@ On an accelerator, memory traffic decides. Chunks are large, because each one re
 gradient. Softmax, loss and the logits' gradient are one kernel. The weight's gradient is added to `weight.grad` in the
 forward. So the forward has to know the factor that the backward will multiply by: `MicroBatch.loss_factor`.
 
-`torch.nn.functional.linear_cross_entropy` (torch 2.13) does the same and is used for fp32 on the CPU, where it is as
-good. For bf16 it rounds the loss to bf16, which is useless for a sum over thousands of tokens. On CUDA it adds weight
-gradients atomically, in no fixed order, so that two equal runs differ.
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) is no substitute. For bf16 it rounds the loss to bf16, which is
+useless for a sum over thousands of tokens. On CUDA it adds weight gradients atomically, so that two equal runs differ.
 
 Shapes: N tokens of the whole micro-batch, D model width, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from torchround.accelerators import has_float32_products, kind_of
-from torchround.layer import IGNORED_LABEL
-from torchround.models.kernels.operation import uses_fused
+from torchround.accelerators import has_float32_products, is_accelerator
 from torchround.models.kernels.projections import add_product_
 from torchround.models.kernels.softmax_loss import BLOCK_BYTES, softmax_loss_
 
@@ -34,7 +31,6 @@ CHUNK_BYTES = 1 << 28
 ACCELERATOR_CHUNK_BYTES = 5 << 28
 TOKEN_MULTIPLE = 256  # no tile of a product is then partly empty
 BLOCK_ROWS = 16384
-DIFFERENTIATED = "this loss was already differentiated; its gradients are handed out only once"
 
 
 def token_loss_sum(
@@ -44,33 +40,17 @@ def token_loss_sum(
 
     `hidden` is `[N, D]`, `weight` `[V, D]` of the same dtype, `labels` `[N]` int64. May be differentiated
     once, with respect to `hidden` and `weight`. `loss_factor` promises that the backward follows and that its gradient
-    of the result is this number; an accelerator then adds to `weight.grad` here already.
+    of the result is this number; an accelerator then adds to `weight.grad` here already. A compiler would keep all chunks'
+    logits, so a layer that calls this is `never_compiled`.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return _OpaqueLoss.apply(hidden, weight, labels)
-    if uses_fused(hidden):
+    if is_accelerator(hidden.device.type):
         return fused_loss_sum(hidden, weight, labels, loss_factor)
-    if (
-        hidden.device.type == "cpu"
-        and hidden.dtype == torch.float32
-        and hasattr(nn, "LinearCrossEntropyOptions")
-    ):
-        return torch_loss_sum(hidden, weight, labels)
     return chunked_loss_sum(hidden, weight, labels)
 
 
-def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute `token_loss_sum` through `torch.nn.functional.linear_cross_entropy`, for fp32 on the CPU."""
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens(weight.shape[0]))
-    return F.linear_cross_entropy(
-        hidden, weight, labels, reduction="sum", ignore_index=IGNORED_LABEL, options=options
-    )
-
-
 def chunked_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute `token_loss_sum` by our own loop over chunks, for every device and dtype."""
-    step = chunk_tokens(weight.shape[0])
-    return _ChunkedLoss.apply(hidden, weight, labels, None, None, torch.is_grad_enabled(), step)
+    """Compute `token_loss_sum` by our own loop over chunks of the CPU's size."""
+    return _loss_in_chunks(hidden, weight, labels, chunk_tokens(weight.shape[0]))
 
 
 def fused_loss_sum(
@@ -80,7 +60,7 @@ def fused_loss_sum(
     # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
     total = weight.grad if weight.is_leaf and loss_factor is not None else None
     step = accelerator_chunk_tokens(weight.shape[0], weight.element_size())
-    return _ChunkedLoss.apply(hidden, weight, labels, loss_factor, total, torch.is_grad_enabled(), step)
+    return _loss_in_chunks(hidden, weight, labels, step, loss_factor, total)
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -92,10 +72,7 @@ def chunk_tokens(vocab_size: int) -> int:
 
 
 def accelerator_chunk_tokens(vocab_size: int, element_bytes: int) -> int:
-    """Return the tokens of one chunk on an accelerator: the most whose logits fit `ACCELERATOR_CHUNK_BYTES`.
-
-    It depends on V and dtype alone, as `chunk_tokens` depends on V.
-    """
+    """Return the tokens of one chunk on an accelerator: the most whose logits fit `ACCELERATOR_CHUNK_BYTES`."""
     fitting = ACCELERATOR_CHUNK_BYTES // (element_bytes * vocab_size)
     return max(1, fitting // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
 
@@ -108,7 +85,7 @@ def loss_workspace_bytes(
     On the CPU there are also their gradient, and a `trained` weight's fp32 gradient. An accelerator writes one over the
     logits and adds the other to the gradient that the engine holds.
     """
-    if kind_of(device).name != "cpu":
+    if is_accelerator(device):
         chunk = min(num_tokens, accelerator_chunk_tokens(vocab_size, element_bytes)) * vocab_size
         # fp32 logits are their own scratch.
         in_blocks = 0 if element_bytes == 4 else min(4 * chunk, max(BLOCK_BYTES, 4 * vocab_size))
@@ -122,110 +99,73 @@ def loss_workspace_bytes(
     return (4 + 2 * element_bytes) * chunk_elements + gradient_bytes + block_bytes
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """The loss in chunks of `step` tokens; `total [V, D]` is the weight's gradient sum so far, None if there is none."""
+# From what wants a gradient, and the factor on gradients: the loss, and a gradient or None for each tensor.
+Gradients = Sequence[Tensor | None]
+Compute = Callable[[Sequence[bool], float], tuple[Tensor, Gradients]]
 
+
+def loss_with_gradients(compute: Compute, loss_factor: float | None, *tensors: Tensor) -> Tensor:
+    """Return the loss `[]` of `compute`, which makes the gradients for `tensors` in the forward.
+
+    May be differentiated once. With a `loss_factor` gradients are scaled where they are made: a pass over the finished ones
+    would cost as much as adding a chunk, and unscaled ones are too small for float16.
+    """
+    return _ReadyGradients.apply(compute, loss_factor, torch.is_grad_enabled(), *tensors)
+
+
+class _ReadyGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss_factor: float | None,
-        total: Tensor | None,
-        grad_enabled: bool,
-        step: int,
+        ctx: Any, compute: Compute, loss_factor: float | None, grad_enabled: bool, *tensors: Tensor
     ) -> Tensor:
-        wants_hidden, wants_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        # Scaled where they are made: a pass over the finished gradients would cost as much as adding a chunk.
-        ctx.is_scaled, factor = loss_factor is not None, 1.0 if loss_factor is None else loss_factor
-        loss, *ctx.gradients = _loss_and_gradients(
-            hidden, weight, labels, wants_hidden, wants_weight, step, factor, total
-        )
-        ctx.was_differentiated = not (wants_hidden or wants_weight)
+        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[3:]]
+        ctx.is_scaled = loss_factor is not None
+        loss, ctx.gradients = compute(wants, 1.0 if loss_factor is None else loss_factor)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.was_differentiated:
-            raise RuntimeError(DIFFERENTIATED)
-        found, ctx.gradients, ctx.was_differentiated = ctx.gradients, None, True
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise RuntimeError("this loss was already differentiated; its gradients are handed out only once")
         if not ctx.is_scaled:
             found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
-        return *found, None, None, None, None, None
+        return None, None, None, *found
 
 
-class _OpaqueLoss(torch.autograd.Function):
-    """The same loss for a compiler, as one operation that it does not look into: it would keep all chunks' logits."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        wants = ctx.needs_input_grad[:2]
-        loss, *gradients = _opaque_loss(hidden, weight, labels, *wants)
-        ctx.save_for_backward(*gradients)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        grad_hidden, grad_weight = (
-            found * grads[0] if wanted else None
-            for found, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        )
-        return grad_hidden, grad_weight, None
-
-
-@torch.library.custom_op("torchround::loss_and_gradients", mutates_args=())
-def _opaque_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    step = chunk_tokens(weight.shape[0])
-    loss, *gradients = _loss_and_gradients(hidden, weight, labels, wants_hidden, wants_weight, step)
-    return loss, *(loss.new_empty(0) if found is None else found for found in gradients)  # type: ignore[return-value]
-
-
-@_opaque_loss.register_fake
-def _opaque_loss_shapes(
-    hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty((), dtype=torch.float32)
-    grad_hidden = torch.empty_like(hidden) if wants_hidden else loss.new_empty(0)
-    grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_weight else loss.new_empty(0)
-    return loss, grad_hidden, grad_weight
-
-
-def _loss_and_gradients(
+def _loss_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    wants_hidden: bool,
-    wants_weight: bool,
     step: int,
-    factor: float = 1.0,
+    loss_factor: float | None = None,
     total: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss `[]`, and `factor` times its gradients for `hidden [N, D]` and, in fp32, for `weight [V, D]`.
+) -> Tensor:
+    """Compute `token_loss_sum` in chunks of `step` tokens. A `total [V, D]` gets the weight's gradient added."""
 
-    A `total` gets the weight's gradient added instead.
-    """
-    grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-    grad_weight = None
-    if wants_weight and total is None:
-        # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-        total = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-    losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-    # One buffer for all chunks: two of them would be alive while a name is bound anew.
-    scratch = hidden.new_empty((min(step, len(labels)), weight.shape[0]))
-    for start in range(0, len(labels), step):
-        rows = slice(start, start + step)
-        part = hidden[rows]
-        logits = torch.mm(part, weight.T, out=scratch[: len(part)])  # [n, V], overwritten by its gradient
-        softmax_loss_(logits, labels[rows], losses[rows], factor, wants_hidden or wants_weight)
-        if grad_hidden is not None:
-            torch.mm(logits, weight, out=grad_hidden[rows])
-        if wants_weight:
-            assert total is not None, "a weight that wants a gradient has a sum to add to"
-            _add_product_(total, logits, part)
-    return losses.sum(), grad_hidden, grad_weight
+    def compute(wants: Sequence[bool], factor: float) -> tuple[Tensor, Gradients]:
+        wants_hidden, wants_weight = wants
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight, into = None, total
+        if wants_weight and total is None:
+            # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
+            into = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        # One buffer for all chunks: two of them would be alive while a name is bound anew.
+        scratch = hidden.new_empty((min(step, len(labels)), weight.shape[0]))
+        for start in range(0, len(labels), step):
+            rows = slice(start, start + step)
+            part = hidden[rows]
+            logits = torch.mm(part, weight.T, out=scratch[: len(part)])  # [n, V], overwritten by its gradient
+            softmax_loss_(logits, labels[rows], losses[rows], factor, any(wants))
+            if grad_hidden is not None:
+                torch.mm(logits, weight, out=grad_hidden[rows])
+            if wants_weight:
+                assert into is not None, "a weight that wants a gradient has a sum to add to"
+                _add_product_(into, logits, part)
+        return losses.sum(), (grad_hidden, grad_weight)
+
+    return loss_with_gradients(compute, loss_factor, hidden, weight)
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

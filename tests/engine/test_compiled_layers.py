@@ -272,7 +272,7 @@ def family_run(case, compiles):
 def test_every_family_compiles_and_agrees_with_itself_uncompiled(case):
     found, expected = family_run(case, True), family_run(case, False)
     assert_close(found, expected, FAMILY_TERMS)
-    assert all(kind.shapes for kind in found[2].kinds)
+    assert all(kind.shapes for kind in found[2].kinds[:-1])  # the head is never compiled
     assert len(found[2].kinds) == (4 if case == "sinks and windows" else 3)
 
 
@@ -407,7 +407,7 @@ def test_layers_that_are_fused_on_accelerators_are_not_compiled_there(flavor, ha
     compiler = LayerCompiler(model, "eager")
     blocks = [name for name in model.names if name.startswith("block.")]
     fused = [*(blocks if has_experts else []), "head"]
-    for kind, uncompiled in (("cpu", []), ("cuda", fused)):
+    for kind, uncompiled in (("cpu", ["head"]), ("cuda", fused)):
         with as_if_on(kind):
             calls = [
                 (name, compiler.compiled(index, layer, Board()), layer)

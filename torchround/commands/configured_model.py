@@ -25,7 +25,6 @@ from torchround.layer import FileTensor, LayeredModel
 from torchround.models import (
     FAMILIES,
     OWN_FAMILIES,
-    KnownShape,
     LoraShape,
     ModelConfigError,
     ModelFamily,
@@ -72,7 +71,7 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     if warns:
         warn_of_positions("training.seq_len", options.config.training.seq_len, config)
         if family.name == BORROWED:
-            _advise_on_borrowed(options, config.content)  # type: ignore[attr-defined]
+            _advise_on_borrowed(options, config.content)
     try:
         model = family.build(config)
     except ModelConfigError as error:
@@ -100,7 +99,7 @@ def known_families(module: str | None) -> Mapping[str, ModelFamily]:
     return {**FAMILIES, **added}
 
 
-def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, KnownShape]:
+def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, Any]:
     """Return the family and its config: from a flavor, a shape, or the config.json of a Hugging Face folder."""
     table = options.config.model
     families = known_families(table.module)
@@ -184,7 +183,7 @@ def _map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -
     return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
 
 
-def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
+def warn_of_positions(what: str, tokens: int, config: Any) -> None:
     """Warn if `what` may make a document longer than the model knows. RoPE has no limit of its own, so it is legal."""
     if tokens > (known := config.known_positions):
         logger.warning(
@@ -197,7 +196,7 @@ def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
 # The folder of a released model.
 
 
-def _released_config(options: Options, family: ModelFamily) -> tuple[Path, KnownShape]:
+def _released_config(options: Options, family: ModelFamily) -> tuple[Path, Any]:
     """Read the folder `model.hf_path`: the path of its `config.json`, and the family's config of it.
 
     Raises `ConfigError` for a file that is missing or damaged, and for a model that the family does not read.

@@ -225,8 +225,9 @@ class Trained:
         self._dtype = request.dtype or run["training"]["dtype"]
         self.facts = card_facts(request, state, self.base, self.content)
         self._released: PretrainedWeights | None = None
-        # The base is opened for the types of its tensors, or for weights that the checkpoint lacks.
-        asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys()
+        # The base is opened for the types of its tensors, for weights that the checkpoint lacks, and for the names of a
+        # borrowed model's tensors.
+        asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys() or not family.flavors
         if self.base is not None and asks_base and not request.adapters:
             self._released = open_weights(self.base, family, config, shapes)
             self.names = dict(self._released.names)

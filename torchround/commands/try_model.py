@@ -59,7 +59,7 @@ from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, read_plain
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_object
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.models import FAMILIES, KnownShape, adapter_names
+from torchround.models import FAMILIES, adapter_names
 from torchround.observe.record import perplexity
 from torchround.planning.memory import size_text
 from torchround.run.hardware import Hardware, find_hardware
@@ -237,7 +237,7 @@ class TriedModel:
     name: str
     options: Options
     model: LayeredModel
-    shape: KnownShape
+    shape: Any
     tokenizer: Tokenizer
     weights: CheckpointWeights | PretrainedWeights
     mapped: Mapped = field(default_factory=dict)
