@@ -4,10 +4,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torchround.models.borrowed import TRANSFORMERS
-from torchround.models.common.config import ModelConfigError, TransformerConfig
-from torchround.models.common.family import Family, FolderNames, KnownShape, ModelFamily
-from torchround.models.common.lora import LoraShape, adapter_names, adapter_pairs, add_adapters, peft_config
+from torchround.models.borrowed import TRANSFORMERS, BorrowedFamily
+from torchround.models.common.config import ModelConfigError as ModelConfigError
+from torchround.models.common.config import TransformerConfig as TransformerConfig
+from torchround.models.common.family import Family as Family
+from torchround.models.common.family import FolderNames as FolderNames
+from torchround.models.common.lora import LoraShape as LoraShape
+from torchround.models.common.lora import adapter_names as adapter_names
+from torchround.models.common.lora import adapter_pairs as adapter_pairs
+from torchround.models.common.lora import add_adapters as add_adapters
+from torchround.models.common.lora import peft_config as peft_config
 from torchround.models.gpt_oss import GPT_OSS
 from torchround.models.llama3 import LLAMA3
 from torchround.models.qwen3 import QWEN3
@@ -16,20 +22,5 @@ from torchround.models.qwen3 import QWEN3
 OWN_FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
     {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}
 )
+ModelFamily = Family[Any] | BorrowedFamily
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({**OWN_FAMILIES, TRANSFORMERS.name: TRANSFORMERS})
-
-__all__ = [
-    "FAMILIES",
-    "OWN_FAMILIES",
-    "Family",
-    "FolderNames",
-    "KnownShape",
-    "LoraShape",
-    "ModelConfigError",
-    "ModelFamily",
-    "TransformerConfig",
-    "adapter_names",
-    "adapter_pairs",
-    "add_adapters",
-    "peft_config",
-]

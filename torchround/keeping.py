@@ -9,18 +9,45 @@ with a backward of their own, adapters. So gradients are bit for bit those of a 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from torchround.kept_operations import ATTENTION_KERNELS, PRODUCTS, CollectedResult, Results, unused_result
-
 Result = TypeVar("Result")
+
+# Products whose results are kept, and the place of the first matrix among their arguments; the second follows it.
+PRODUCTS: Mapping[str, int] = MappingProxyType(
+    {
+        "aten::mm": 0,
+        "aten::bmm": 0,
+        "aten::addmm": 1,
+        "aten::baddbmm": 1,
+        "aten::_grouped_mm": 0,
+        "torchround::grouped_rows": 0,
+    }
+)
+# An order of dimensions in memory, which is its own inverse; None is the usual one.
+Order = tuple[int, ...] | None
+# `[B, H, T, C]` lies in memory as `[B, T, H, C]`. T of the fp32 log-sum-exp behind it may be padded.
+_HEADS_INSIDE: tuple[Order, ...] = ((0, 2, 1, 3), None)
+# Attention kernels, and the order of each of their first results, which are kept. No caller uses dropout in a kernel, so the
+# state of random numbers behind them is never read.
+ATTENTION_KERNELS: Mapping[str, tuple[Order, ...]] = MappingProxyType(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 2, 1, 3), (0, 2, 1)),
+        "aten::_scaled_dot_product_flash_attention": _HEADS_INSIDE,
+        "aten::_scaled_dot_product_efficient_attention": _HEADS_INSIDE,
+        "aten::_scaled_dot_product_cudnn_attention": _HEADS_INSIDE,
+        "aten::_scaled_dot_product_fused_attention_overrideable": _HEADS_INSIDE,
+        "aten::_flash_attention_forward": (None, None),
+    }
+)
 
 
 class KeptActivationError(RuntimeError):
@@ -87,33 +114,20 @@ def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
     The parts run with gradients enabled, so that they take the very kernels of training; their results have no graph.
     Raises `KeptActivationError` at the end if the layer wrote into a collected tensor.
     """
-    record = ActivationRecord()
-    mode = _Recording(names, record)
-    try:
-        with _parts_run_by(mode):
-            yield record
-        mode.check_untouched()
-    except BaseException:
-        record.tensors.clear()
-        raise
-    finally:
-        mode.forget()
+    mode = _Recording(names)
+    with _parts_run_by(mode):
+        yield mode.record
 
 
 @contextmanager
 def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let the layer that runs inside, on this thread, take the results of its parts `names` from a record's `tensors`.
 
-    `tensors` must stay as they are until the backward of the layer has ended. Raises `KeptActivationError` for tensors that
-    are not those of this layer's operations.
+    `tensors` must stay as they are until the backward of the layer has ended. Raises `KeptActivationError` if the layer's
+    operations take more of them than there are, or fewer.
     """
-    mode = _Replaying(names, tensors)
-    try:
-        with _parts_run_by(mode):
-            yield
-        mode.check_used_up()
-    finally:
-        mode.forget()
+    with _parts_run_by(_Replaying(names, tensors)):
+        yield
 
 
 def whole_record(names: Iterable[str]) -> ActivationRecord | None:
@@ -190,6 +204,10 @@ def _parts_run_by(mode: "_PartMode") -> Iterator[None]:
     _thread.active = mode
     try:
         yield
+        mode.check()
+    except BaseException:
+        mode.forget()  # the traceback keeps this object
+        raise
     finally:
         _thread.active = None
 
@@ -237,8 +255,7 @@ class _PartMode(TorchDispatchMode):
     def of(self, name: str) -> "_PartMode":
         """Return this mode, ready for the part `name`."""
         self.passes = self.joins = False
-        # PyTorch may compute attention by products of all pairs. Their results, of size T^2, are not worth the link.
-        self._operations = ATTENTION_KERNELS if name == "attention" else PRODUCTS
+        self._is_attention = name == "attention"
         return self
 
     def __torch_dispatch__(
@@ -247,63 +264,67 @@ class _PartMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.joins:
             self.joins = False
-            return func(*args, **kwargs) if self.passes else self.collected(func, args, kwargs, None)
-        described = self._operations.get(func.name())
-        if described is None:
+            return func(*args, **kwargs) if self.passes else self.collected(func, args, kwargs, (None,))
+        # PyTorch may compute attention by products of all pairs. Their results, of size T^2, are not worth the link.
+        if self._is_attention:
+            orders = ATTENTION_KERNELS.get(func.name())
+        else:
+            orders = (None,) if func.name() in PRODUCTS else None
+        if orders is None:
             return self.other(func, args, kwargs)
-        results = described(*args)
         if self.passes:
-            return self.passed(func, args, kwargs, results)
-        return self.collected(func, args, kwargs, results)
+            return self.passed(func, args, kwargs)
+        return self.collected(func, args, kwargs, orders)
 
-    def collected(self, func: Any, args: Any, kwargs: Any, results: Results | None) -> Any:
-        """Handle an operation whose results are kept; None stands for a lone result of unknown shape."""
+    def collected(self, func: Any, args: Any, kwargs: Any, orders: Sequence[Order]) -> Any:
+        """Handle an operation whose first results are kept, with these orders of their dimensions in memory."""
         raise AssertionError("both modes have one of their own")
 
-    def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
-        """Handle an operation whose results are not kept because only a joined one reads them."""
+    def passed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Handle a product whose result is not kept because only a joined one reads it."""
         return func(*args, **kwargs)
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """Raise `KeptActivationError` at the end if the layer did not run as expected."""
+
+    def forget(self) -> None:
+        """Drop the tensors."""
 
 
 class _Recording(_PartMode):
     """Compute every operation, and collect the results that are kept."""
 
-    def __init__(self, names: Iterable[str], record: ActivationRecord) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
-        self.record = record
-        self._found: list[tuple[Any, Tensor]] = []
+        self.record = ActivationRecord()
+        self._outputs: list[Tensor] = []
 
     def forget(self) -> None:
-        """Drop the tensors: after a fault its traceback keeps this object."""
-        self._found.clear()
+        self.record.tensors.clear()
+        self._outputs.clear()
 
-    def collected(self, func: Any, args: Any, kwargs: Any, results: Results | None) -> Any:
+    def collected(self, func: Any, args: Any, kwargs: Any, orders: Sequence[Order]) -> Any:
         found = func(*args, **kwargs)
-        outputs = found if isinstance(found, tuple) else (found,)
-        # The outputs behind the described ones are not kept.
-        for output, result in zip(outputs, results or (CollectedResult(),), strict=False):
-            self.record.tensors.append(result.in_memory_order(output))
-            self._found.append((func, output))
+        # The outputs behind those with an order are not kept.
+        for output, order in zip(found if isinstance(found, tuple) else (found,), orders, strict=False):
+            self.record.tensors.append(_in_order(output, order).contiguous())
+            self._outputs.append(output)
         return found
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         found = func(*args, **kwargs)
         # A linear layer views its product in this way: the same memory with a counter of writes of its own.
-        if func is torch.ops.aten._unsafe_view.default:
-            self._found += [(product, found) for product, output in self._found if output is args[0]]
+        if func is torch.ops.aten._unsafe_view.default and any(output is args[0] for output in self._outputs):
+            self._outputs.append(found)
         return found
 
-    def check_untouched(self) -> None:
-        """Check that no operation of the layer has written into what was collected."""
+    def check(self) -> None:
         # Views and detached tensors share the counter of writes.
-        written = [func.name() for func, output in self._found if output._version]
-        if written:
-            raise KeptActivationError(
-                f"the layer writes into its own kept activation, the result of {written[0]}"
-            )
+        if any(output._version for output in self._outputs):
+            raise KeptActivationError("the layer writes into its own kept activation")
 
 
 class _Replaying(_PartMode):
@@ -321,42 +342,48 @@ class _Replaying(_PartMode):
             return function(*args)
 
     def forget(self) -> None:
-        """Drop the tensors: after a fault its traceback keeps this object."""
         self._tensors = ()
 
-    def collected(self, func: Any, args: Any, kwargs: Any, results: Results | None) -> Any:
-        found = [self._take(func, result) for result in results or (CollectedResult(),)]
+    def collected(self, func: Any, args: Any, kwargs: Any, orders: Sequence[Order]) -> Any:
+        kept = self._tensors[self._next : self._next + len(orders)]
+        self._next += len(orders)
+        if len(kept) < len(orders):
+            raise KeptActivationError(
+                f"{func.name()} needs kept activation number {self._next}, and only {len(self._tensors)} were kept"
+            )
+        # Other tensors of the same memory: autograd makes these ones nodes of a graph.
+        found = [_in_order(one, order) for one, order in zip(kept, orders, strict=True)]
         returned = func._schema.returns
         if len(returned) == 1:
             return found[0]
-        return (*found, *(unused_result(result.name, args) for result in returned[len(found) :]))
+        return (*found, *(_unused_result(result.name, args) for result in returned[len(found) :]))
 
-    def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
-        [result] = results
-        assert result.shape is not None and result.dtype is not None, "a product knows its result"
-        return args[0].new_empty(result.shape, dtype=result.dtype)
+    def passed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        left, right = args[PRODUCTS[func.name()] :][:2]
+        return left.new_empty((*left.shape[:-1], right.shape[-1]))
 
     def take_all(self) -> Sequence[Tensor]:
         left, self._next = self._tensors[self._next :], len(self._tensors)
         return left
 
-    def check_used_up(self) -> None:
+    def check(self) -> None:
         if self._next < len(self._tensors):
             raise KeptActivationError(
                 f"the layer took {self._next} of its {len(self._tensors)} kept activations in its recomputation"
             )
 
-    def _take(self, func: Any, result: CollectedResult) -> Tensor:
-        if self._next == len(self._tensors):
-            raise KeptActivationError(
-                f"{func.name()} needs kept activation number {self._next + 1}, and only {self._next} were kept"
-            )
-        kept = self._tensors[self._next]
-        self._next += 1
-        if not result.fits(kept):
-            raise KeptActivationError(
-                f"kept activation number {self._next} has shape {tuple(kept.shape)} and type {kept.dtype}, "
-                f"but {func.name()} gives {result.shape} and {result.dtype}"
-            )
-        # Another tensor of the same memory: autograd makes this one a node of a graph.
-        return result.as_returned(kept)
+
+def _in_order(tensor: Tensor, order: Order) -> Tensor:
+    return tensor.detach() if order is None else tensor.permute(order)
+
+
+def _unused_result(name: str, args: tuple[Any, ...]) -> Tensor | int | None:
+    """Return a result of an attention kernel that is not kept, by its name in PyTorch's schema."""
+    query, key = args[:2]
+    if name.startswith("max_"):
+        return cast(int, (query if name == "max_q" else key).shape[-2])
+    if name.startswith("cum_seq"):  # the lengths of nested sequences, which no layer has
+        return None
+    # Random state and a mask for debugging. No backward reads them without dropout.
+    is_pair = name == "rng_state"
+    return query.new_zeros(2 if is_pair else (), dtype=torch.uint64 if is_pair else torch.int64)

@@ -1,8 +1,9 @@
 """The family of all decoders of `transformers`: a config.json, and the layers that a model of it is cut into."""
 
+import logging
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -17,38 +18,31 @@ from torchround.models.borrowed.borrowed_layers import (
     BorrowedLayer,
 )
 from torchround.models.borrowed.construction import (
-    Anatomy,
-    Fit,
-    build_on_meta,
-    find_parts,
-    fit_of,
     longest_sequence,
     read_config,
+    refuse,
+    take_apart,
 )
-from torchround.models.borrowed.file_names import names_in_folder, saved_names
-from torchround.models.borrowed.shell import MetBlock, Shell, StandInBody, beginning, with_modules
+from torchround.models.borrowed.file_names import names_in_folder
+from torchround.models.borrowed.shell import Shell
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.family import FolderNames
+
+logger = logging.getLogger(__name__)
 
 NAME = "transformers"
 
 
 @dataclass(frozen=True)
 class BorrowedConfig:
-    """The `config.json` of a borrowed model as it is, and the sizes in it that the program asks for."""
+    """The `config.json` of a borrowed model as it is, and the facts that the program asks for.
+
+    `known_positions` as in `TransformerConfig`.
+    """
 
     content: Mapping[str, Any] = field(repr=False)
-    model_type: str
-    num_layers: int
-    hidden_size: int
     vocab_size: int
-    max_positions: int
-    tied_embeddings: bool
-
-    @property
-    def known_positions(self) -> int:
-        """Longest document, in tokens, that the model was trained for, or that its scaled RoPE is made for."""
-        return self.max_positions
+    known_positions: int
 
 
 @dataclass(frozen=True)
@@ -70,34 +64,29 @@ class BorrowedFamily:
 
     def config_from_hf(self, content: Mapping[str, Any]) -> BorrowedConfig:
         """Read the content of a `config.json`. Raises `ModelConfigError`."""
-        config = read_config(content, warns=True)
+        config = read_config(content)
+        if content.get("output_router_logits"):
+            logger.warning(
+                "config.json turns the balance loss of the router on (output_router_logits): a model of family "
+                '"transformers" trains without it; a family of torchround has it (family = "qwen3", "gpt_oss")'
+            )
         return BorrowedConfig(
             content=MappingProxyType(dict(content)),
-            model_type=config.model_type,
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_positions=getattr(config, "max_position_embeddings", None) or 2**40,
-            tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            known_positions=getattr(config, "max_position_embeddings", None) or 2**40,
         )
 
     def config_to_hf(self, config: BorrowedConfig) -> dict[str, Any]:
         """Return the `config.json` that the model came with."""
         return dict(config.content)
 
-    def config_from_flavor(
-        self, name: str, vocab_size: int | None = None, **overrides: Any
-    ) -> BorrowedConfig:
-        """Refuse: a borrowed model has no flavors."""
-        raise ModelConfigError(f"{NAME} has no flavors; give model.hf_path, a folder with a config.json")
-
-    def config_from_shape(
-        self, shape: Mapping[str, Any], flavor: str | None = None, vocab_size: int | None = None
-    ) -> BorrowedConfig:
-        """Refuse: a borrowed model takes its sizes from its config.json alone."""
+    def config_from_flavor(self, *_: Any, **__: Any) -> BorrowedConfig:
+        """Refuse: a borrowed model has neither flavors nor shapes. Raises `ModelConfigError`."""
         raise ModelConfigError(
-            f"{NAME} takes no shape of one's own; give model.hf_path, a folder with a config.json of the shape"
+            f"{NAME} has no sizes of its own; give model.hf_path, a folder with a config.json"
         )
+
+    config_from_shape = config_from_flavor
 
     def build(self, config: BorrowedConfig) -> LayeredModel:
         """Build the layers on `meta`; only the constant buffers take memory. Raises `ModelConfigError`."""
@@ -106,36 +95,36 @@ class BorrowedFamily:
     def cut(self, config: BorrowedConfig) -> CutModel:
         """Build the layers, beside the model that they were cut from. Raises `ModelConfigError`."""
         hf_config = read_config(config.content)
-        model = build_on_meta(hf_config)
-        parts = find_parts(model, hf_config)
+        anatomy = take_apart(hf_config)
+        model: Any = anatomy.model
         names = {parameter: name for name, parameter in model.named_parameters()}
-        layers = _cut(
-            parts, fit_of(parts, hf_config), model._init_weights, longest_sequence(hf_config, parts.body)
-        )
+        shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries)
+        shell.longest = longest_sequence(hf_config, anatomy.body)
+        common = anatomy, shell, model._init_weights
+        layers: dict[str, BorrowedLayer] = {"embedding": BorrowedEmbedding(*common)}
+        for index in range(shell.num_blocks):
+            layers[f"block.{index}"] = BorrowedBlock(*common, index)
+        layers["head"] = BorrowedHead(*common)
         own: dict[str, str] = {}
-        seen: set[nn.Parameter] = set()
-        for layer_name, layer in zip(layers.names, layers.layers, strict=True):
+        for layer_name, layer in layers.items():
             for path, parameter in layer.named_parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    own[f"{layer_name}.{path}"] = names[parameter]
-        lost = sorted(name for parameter, name in names.items() if parameter not in seen)
-        if lost:
-            raise ModelConfigError(
-                f"model_type {config.model_type!r} of transformers has parameters that neither its blocks nor what is "
-                f"before and after them use: {', '.join(lost[:5])}"
-            )
-        layers = replace(layers, own_dtypes=_kept_wide(model, own))
-        return CutModel(model, layers, MappingProxyType(own))
+                if parameter in names:  # the first layer of a tied one stores it
+                    own[f"{layer_name}.{path}"] = names.pop(parameter)
+        if names:
+            unused = ", ".join(sorted(names.values())[:5])
+            reason = f"neither its blocks nor what is before and after them use its parameters {unused}"
+            raise refuse(hf_config.model_type, reason)
+        wide = _kept_wide(model, own)
+        cut = LayeredModel(tuple(layers), tuple(layers.values()), own_dtypes=wide)
+        return CutModel(model, cut, MappingProxyType(own))
 
     def module_names(self, config: BorrowedConfig) -> HFNames:
         """Map each stored parameter to its name in the model of `transformers`."""
         return dict(self.cut(config).module_names)
 
     def hf_names(self, config: BorrowedConfig) -> HFNames:
-        """Map each stored parameter to the tensors that `save_pretrained` of transformers writes."""
-        cut = self.cut(config)
-        return saved_names(cut.whole, cut.module_names)
+        """Map each stored parameter to a tensor of its own name. Files may hold it in parts (`names_in_folder`)."""
+        return self.module_names(config)
 
     def names_in_folder(self, config: BorrowedConfig, tensors: Collection[str]) -> FolderNames:
         """Map each stored parameter to those `tensors` of a folder that hold it. Raises `ModelConfigError`."""
@@ -148,24 +137,6 @@ def _kept_wide(model: Any, own: Mapping[str, str]) -> dict[str, torch.dtype]:
     parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     pattern = re.compile("|".join(rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts))
     return {stored: torch.float32 for stored, name in own.items() if parts and pattern.search(name)}
-
-
-def _cut(parts: Anatomy, fit: Fit, initialiser: Any, longest: tuple[int, str] | None) -> LayeredModel:
-    shell = Shell(parts.body, parts.blocks, fit.entries)
-    shell.longest = longest
-    calls: list[MetBlock] = []
-    start = beginning(parts.body, parts.blocks, fit.before, calls, fit.entries)
-    layers: list[BorrowedLayer] = [BorrowedEmbedding(start, shell, initialiser, calls)]
-    for index, block in enumerate(parts.block_list):
-        layers.append(BorrowedBlock(block, shell, initialiser, index, fit.entries[index], fit.alone[index]))
-    tail = {name: parts.body.get_submodule(name) for name in fit.after}
-    assert not tail.keys() & dict(parts.model.named_children()).keys(), (
-        "names of the tail are free in the model"
-    )
-    outer = with_modules(parts.model, {parts.body_name: StandInBody(fit.output_class), **tail})
-    layers.append(BorrowedHead(outer, shell, initialiser, fit.after, fit.projection))
-    names = ("embedding", *(f"block.{index}" for index in range(len(layers) - 2)), "head")
-    return LayeredModel(names, tuple(layers))
 
 
 TRANSFORMERS = BorrowedFamily()

@@ -6,24 +6,27 @@ and the path that the parameter has there.
 Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-batch, n of a chunk.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.accelerators import PLANNED_KIND
 from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
-from torchround.models.borrowed.construction import post_order
+from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, count_logits
-from torchround.models.borrowed.remembering import BlockMemory, memory_bytes, remembering_call, remembers
-from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, with_modules
+from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
-from torchround.models.common.loss import DIFFERENTIATED, chunk_tokens, loss_workspace_bytes, token_loss_sum
+from torchround.models.common.loss import (
+    chunk_tokens,
+    loss_with_gradients,
+    loss_workspace_bytes,
+    token_loss_sum,
+)
 
 
 class BorrowedLayer(nn.Module):
@@ -55,12 +58,11 @@ class BorrowedLayer(nn.Module):
         return None if self.shell.longest is None else self.shell.longest[0]
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill the parameters as the model's own initialiser does, with numbers from `generator`."""
-        with torch.no_grad(), _DrawFrom(generator):
-            for module in post_order(self):
-                if module is not self:
-                    self.__dict__["initialiser"](module)
-            self.__dict__["initialiser"](self.core)
+        """Fill the parameters as the model's own initialiser does, with numbers from the seed of `generator`."""
+        # The initialisers of transformers draw from the process's generator.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())
+            self.apply(lambda module: self.__dict__["initialiser"](self.core if module is self else module))
         self.init_adapters(generator)
 
     def init_adapters(self, generator: torch.Generator) -> None:
@@ -89,34 +91,32 @@ class BorrowedLayer(nn.Module):
 class BorrowedEmbedding(BorrowedLayer):
     """First layer: the body up to its first block; tokens to `[B, T, D]`."""
 
-    def __init__(self, body: nn.Module, shell: Shell, initialiser: Any, calls: list[MetBlock]) -> None:
+    def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any) -> None:
+        calls: list[tuple[Tensor, BlockCall]] = []
+        body = hollow(anatomy.body, anatomy.blocks, anatomy.entries, calls, anatomy.before)
         super().__init__(body, shell, initialiser)
-        self.recorded = calls
+        self.calls = calls
 
     def forward(self, hidden: None, micro_batch: MicroBatch) -> Tensor:
-        self.recorded.clear()
+        self.calls.clear()
         self.core(input_ids=micro_batch.tokens, position_ids=micro_batch.positions, use_cache=False)
-        hidden_states = self.recorded[0].hidden
-        self.recorded.clear()
+        hidden_states = self.calls[0][0]
+        self.calls.clear()
         return hidden_states
 
 
 class BorrowedBlock(BorrowedLayer):
     """Block `index` of the body; `[B, T, D]` in and out.
 
-    A block that has no mask between documents (`alone`) runs each document of a sequence by itself.
+    A block that has no mask between documents runs each document of a sequence by itself (`alone`).
     """
 
-    def __init__(
-        self, block: nn.Module, shell: Shell, initialiser: Any, index: int, entries: int, alone: bool
-    ) -> None:
-        super().__init__(block, shell, initialiser)
-        self.width = shell.width
-        self.index, self.entries, self.alone = index, entries, alone
+    def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any, index: int) -> None:
+        super().__init__(anatomy.body.get_submodule(f"{anatomy.blocks}.{index}"), shell, initialiser)
+        self.width, self.index = shell.width, index
+        self.entries, self.alone = anatomy.entries, anatomy.alone[index]
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        if micro_batch.cache is not None:
-            return self._run(remembering_call(self.shell, self.index, hidden, micro_batch), hidden)
         if not self.alone or micro_batch.max_documents == 1:
             return self._run(self.shell.calls_of(hidden, micro_batch)[self.index], hidden)
         rows: list[list[Tensor]] = [[] for _ in hidden]
@@ -124,21 +124,8 @@ class BorrowedBlock(BorrowedLayer):
             rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end]))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
-    @property
-    def remembers(self) -> bool:
-        """Whether the block can keep what it needs of earlier tokens."""
-        return remembers(self.shell, self.index)
-
-    def new_cache(self, capacity: int) -> BlockMemory:
-        """Return room for what the block remembers of up to `capacity` tokens of each sequence."""
-        return BlockMemory(self.shell.body.config, self.index)
-
-    def cache_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
-        """Return the memory that `batch` sequences of `tokens` tokens take; windows count as unlimited."""
-        return batch * memory_bytes(self, tokens, element_bytes)
-
     def _run(self, call: BlockCall, hidden: Tensor) -> Tensor:
-        found = call.of(self.core, hidden)
+        found = self.core(hidden, *call.args, **call.kwargs)
         result: Tensor = found[0] if self.entries else found
         return result
 
@@ -150,37 +137,40 @@ class BorrowedHead(BorrowedLayer):
     the logits; it is None if the model does something else to them, such as a cap.
     """
 
-    def __init__(
-        self,
-        outer: nn.Module,
-        shell: Shell,
-        initialiser: Any,
-        tail: Sequence[str],
-        projection: str | None,
-    ) -> None:
+    def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any) -> None:
+        tail = {name: anatomy.body.get_submodule(name) for name in anatomy.after}
+        free = not tail.keys() & dict(anatomy.model.named_children()).keys()
+        assert free, "names of the tail are free in the model"
+        outer = with_modules(anatomy.model, {anatomy.body_name: StandInBody(anatomy.output_class), **tail})
         super().__init__(outer, shell, initialiser)
-        self.tail, self.projection, self.width = tuple(tail), projection, shell.width
+        self.tail, self.projection, self.width = anatomy.after, anatomy.projection, shell.width
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        if getattr(micro_batch, "wants", "loss") == "logits":
+        if micro_batch.wants == "logits":
             return self.logits(hidden[:, -1:])[:, 0].float()
-        flat = self.after_blocks(hidden).flatten(0, 1)  # [B, T, D] -> [N, D]
+        hidden = self.after_blocks(hidden)
+        if micro_batch.wants == "states":  # to count them alone
+            return hidden
+        flat = hidden.flatten(0, 1)  # [B, T, D] -> [N, D]
         labels = micro_batch.labels.flatten()
         if self.projection is not None:
             weight = self.core.get_submodule(self.projection).weight
             return token_loss_sum(flat, weight, labels, micro_batch.loss_factor)  # type: ignore[arg-type]
-        return any_loss_sum(self.project, flat, labels, self._weights(), micro_batch.loss_factor)
+        vocab = int(self.shell.body.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        return any_loss_sum(
+            self.project, flat, labels, self._weights(), chunk_tokens(vocab), micro_batch.loss_factor
+        )
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the modules after the blocks, and the loss from its formula: it never has all logits at once."""
-        tail = Tail([self.core.get_submodule(name) for name in self.tail])
-        num_tokens, width = batch * tokens, self.width
-        assert width is not None, "a head has an input"
-        flops, vocab, states = count_logits(self, num_tokens, element_bytes)
+        num_tokens, width = batch * tokens, self.shell.width
+        tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
+        flops, vocab = count_logits(self, num_tokens, width, element_bytes)
+        flops -= tail.forward_flops
         trained = any(weight.requires_grad for weight in self._weights())
-        scratch = loss_workspace_bytes(num_tokens, vocab, states, element_bytes, trained, device)
+        scratch = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device)
         # The gradient of the states, beside the one that is kept, while the backward multiplies it.
-        scratch += num_tokens * states * element_bytes
+        scratch += num_tokens * width * element_bytes
         if self.projection is None:
             # Autograd keeps each step from the products to the loss, and makes a chunk's whole gradient of the weight.
             scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
@@ -190,12 +180,11 @@ class BorrowedHead(BorrowedLayer):
         loss = LayerWork(
             products=(Products(flops, 0.0 if trained else flops, "head"),),
             # The gradient that the loss computes in its forward and keeps for its input.
-            activation_bytes=num_tokens * states * element_bytes,
+            activation_bytes=num_tokens * width * element_bytes,
             boundary_bytes=4,
             workspace_bytes=scratch,
         )
-        counted = count_layer(tail, batch, tokens, element_bytes, width)
-        return replace(counted, boundary_bytes=0) + loss
+        return replace(tail, boundary_bytes=0) + loss
 
     def _weights(self) -> list[nn.Parameter]:
         """Return the parameters that make the logits from the body's output."""
@@ -223,102 +212,44 @@ def any_loss_sum(
     hidden: Tensor,
     labels: Tensor,
     weights: Sequence[Tensor],
+    step: int,
     loss_factor: float | None = None,
 ) -> Tensor:
     """Add up `-log softmax(logits)[label]` over tokens to fp32 `[]`; ignored labels add nothing.
 
     It is for logits that a model caps, scales or biases. As in the loss of our own models, both gradients are made in the
-    forward, chunk by chunk, so that memory holds one chunk of logits.
+    forward, in chunks of `step` tokens, so that memory holds one chunk of logits.
 
     `logits_of` maps `[1, n, D]` to `[1, n, V]` and may use only `weights`. `hidden` is `[N, D]`, `labels` `[N]` int64.
-    May be differentiated once. `loss_factor` promises that the gradient of the result is this number: gradients are
-    then computed with it from the start, because unscaled ones are too small for float16.
+    `loss_factor` as in `token_loss_sum`.
     """
-    return _AnyLoss.apply(logits_of, loss_factor, torch.is_grad_enabled(), labels, hidden, *weights)
 
-
-class _AnyLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_of: Callable[[Tensor], Tensor],
-        loss_factor: float | None,
-        grad_enabled: bool,
-        labels: Tensor,
-        hidden: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
-        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[4:]]
-        ctx.is_scaled = loss_factor is not None
-        factor = None
-        if loss_factor is not None:
-            factor = torch.full((), loss_factor, dtype=torch.float32, device=hidden.device)
-        trained = [weight for weight, wanted in zip(weights, wants[1:], strict=True) if wanted]
-        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+    def compute(wants: Sequence[bool], factor: float) -> tuple[Tensor, list[Tensor | None]]:
+        wanted = [weight for weight, is_wanted in zip(weights, wants[1:], strict=True) if is_wanted]
         # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-        totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
-        losses, step = [], None
-        start = 0
-        while start < len(labels):
-            rows = slice(start, start + (step or 16))
-            chunk = hidden[rows].detach().requires_grad_(wants[0])
+        totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in wanted]
+        of_hidden = torch.empty_like(hidden) if any(wants) else None
+        losses = []
+        for start in range(0, len(labels), step):
+            rows = slice(start, start + step)
+            chunk = hidden[rows].detach().requires_grad_(any(wants))
             with torch.set_grad_enabled(any(wants)):
                 logits = logits_of(chunk[None])[0].float()
                 loss = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="sum")
             losses.append(loss.detach())
-            if any(wants):
-                leaves = [*([chunk] if wants[0] else []), *trained]
-                found = list(torch.autograd.grad(loss, leaves, factor, allow_unused=True))
-                if grad_hidden is not None:
-                    grad_hidden[rows] = found.pop(0)
+            if of_hidden is not None:
+                given = torch.full_like(loss, factor)
+                of_hidden[rows], *found = torch.autograd.grad(
+                    loss, [chunk, *wanted], given, allow_unused=True
+                )
                 for total, grad in zip(totals, found, strict=True):
                     if grad is not None:
                         total += grad
-            start = rows.stop
-            # The first chunk tells how many logits a token has.
-            step = chunk_tokens(logits.shape[-1])
             del logits, loss
-        numbers = iter(totals)
-        ctx.gradients = [grad_hidden, *(next(numbers) if wanted else None for wanted in wants[1:])]
-        return torch.stack(losses).sum()
+        left = iter(totals)
+        return torch.stack(losses).sum(), [
+            of_hidden,
+            *(next(left) if is_wanted else None for is_wanted in wants[1:]),
+        ]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
-            raise RuntimeError(DIFFERENTIATED)
-        if not ctx.is_scaled:
-            found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
-        return None, None, None, None, *found
-
-
-class Tail(nn.Module):
-    """What the body does after its last block, alone."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, hidden: Tensor, _: MicroBatch) -> Tensor:
-        for module in self.parts:
-            hidden = module(hidden)
-        return hidden
-
-
-class _DrawFrom(TorchDispatchMode):
-    """Random numbers of PyTorch come from one generator."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        takes = any(argument.name == "generator" for argument in func._schema.arguments)
-        if takes and kwargs.get("generator") is None and not any(_on_meta(args)):
-            kwargs["generator"] = self.generator
-        return func(*args, **kwargs)
-
-
-def _on_meta(args: Iterable[Any]) -> Iterable[bool]:
-    return (isinstance(arg, Tensor) and arg.is_meta for arg in args)
+    return loss_with_gradients(compute, loss_factor, hidden, *weights)

@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens, D model width, S rows sorted by expert, E experts.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.layer import LayerWork, MicroBatch, Products
@@ -24,12 +24,13 @@ ROW_BYTES = 16
 
 
 def count_layer(
-    layer: nn.Module, batch: int, tokens: int, element_bytes: int, width: int | None
+    layer: nn.Module, batch: int, tokens: int, element_bytes: int, width: int | None, wants: str = "loss"
 ) -> LayerWork:
     """Count one layer's work for `batch` sequences of `tokens` tokens.
 
     The forward and the backward run once. What the graph keeps between them is the layer's activation; the most that
-    is alive beside it is its workspace. Without a `width` the layer is the first one, whose input is None.
+    is alive beside it is its workspace. Without a `width` the layer is the first one, whose input is None. `wants` as in
+    `MicroBatch`.
     """
     dtype = DTYPES[element_bytes]
     positions = torch.arange(tokens, device="cpu").expand(batch, -1).contiguous()
@@ -37,110 +38,70 @@ def count_layer(
         # Two documents in each sequence: a mask is then made and used, as for packed data.
         positions = torch.where(positions < tokens // 2, positions, positions - tokens // 2)
     with no_memory() as meter:
-        tokens_ = torch.zeros((batch, tokens), dtype=torch.int64)
-        micro_batch = MicroBatch(tokens_, tokens_, positions, tokens_, max_documents=2)
+        ids = torch.zeros((batch, tokens), dtype=torch.int64)
+        micro_batch = MicroBatch(ids, ids, positions, ids, max_documents=2, wants=wants)
         parameters = fake_parameters(layer, dtype)
-        hidden = (
-            torch.empty((batch, tokens, width or 0), dtype=dtype).requires_grad_()
-            if width is not None
-            else None
-        )
-        return _count(layer, parameters, hidden, micro_batch, meter)
+        for parameter in parameters.values():
+            if parameter.requires_grad:  # as the engine binds it: gradients add up in fp32
+                parameter.grad_dtype = torch.float32
+                parameter.grad = torch.empty(parameter.shape)
+        hidden = None
+        if width is not None:
+            hidden = torch.empty((batch, tokens, width), dtype=dtype).requires_grad_()
+        before = meter.alive_bytes
+        with torch.no_grad():
+            call_with(layer, parameters, hidden, micro_batch)
+        # The arguments that the body makes for its blocks stay with the micro-batch.
+        arguments = meter.alive_bytes - before
+        meter.flops, meter.peak_bytes = 0.0, meter.alive_bytes
+        # The memory that the graph keeps, each storage once, without what is alive anyway.
+        anyway = {
+            one.untyped_storage()._cdata for one in (*parameters.values(), *shared_tensors(micro_batch))
+        }
+        kept: dict[int, int] = {}
 
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in anyway:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
 
-def _count(
-    layer: nn.Module,
-    parameters: dict[str, Tensor],
-    hidden: Tensor | None,
-    micro_batch: MicroBatch,
-    meter: "Meter",
-) -> LayerWork:
-    for parameter in parameters.values():
-        if parameter.requires_grad:  # as the engine binds it: gradients add up in fp32
-            parameter.grad_dtype = torch.float32
-            parameter.grad = torch.empty(parameter.shape)
-    before = meter.alive_bytes()
-    with torch.no_grad():
-        call_with(layer, parameters, hidden, micro_batch)
-    # The arguments that the body makes for its blocks stay with the micro-batch.
-    arguments = meter.alive_bytes() - before
-    before, meter.flops = before + arguments, 0.0
-    meter.peak_bytes = before
-    lives_anyway = [*parameters.values(), *shared_tensors(micro_batch)]
-    kept = _Kept({tensor.untyped_storage()._cdata for tensor in lives_anyway})
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        result = call_with(layer, parameters, hidden, micro_batch)
-    forward_flops, output_bytes = meter.flops, result.nbytes
-    if result.requires_grad:
-        gradient = torch.empty_like(result)
-        torch.autograd.backward(result, gradient)
-    backward_flops = meter.flops - forward_flops
-    scratch = max(0, meter.peak_bytes - before - kept.nbytes)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = call_with(layer, parameters, hidden, micro_batch)
+        kept_bytes = sum(kept.values())
+        forward_flops, output_bytes = meter.flops, result.nbytes
+        if result.requires_grad:
+            torch.autograd.backward(result, torch.empty_like(result))
+        backward_flops = meter.flops - forward_flops
+        scratch = max(0, meter.peak_bytes - before - arguments - kept_bytes)
     # A product's two gradients cost a forward each; what is missing belongs to frozen weights.
     frozen_flops = min(forward_flops, max(0.0, 2 * forward_flops - backward_flops))
     # Most products of a layer with stacks of matrices are those of its experts. Weights of convolutions have a 1 in their shape.
     stacks = (parameter.ndim == 3 and 1 not in parameter.shape for parameter in parameters.values())
-    kind = "grouped" if any(stacks) else "dense"
     return LayerWork(
-        products=(Products(forward_flops, frozen_flops, kind),),
-        activation_bytes=kept.nbytes,
+        products=(Products(forward_flops, frozen_flops, "grouped" if any(stacks) else "dense"),),
+        activation_bytes=kept_bytes,
         boundary_bytes=output_bytes,
         workspace_bytes=scratch + arguments,
     )
 
 
-def count_logits(head: Any, num_tokens: int, element_bytes: int) -> tuple[float, int, int]:
-    """Return the FLOPs of a head's logits, its vocabulary, and the width of the states that they are made from."""
-    dtype = DTYPES[element_bytes]
+def count_logits(head: nn.Module, num_tokens: int, width: int, element_bytes: int) -> tuple[float, int]:
+    """Return the FLOPs of a head's logits from hidden states of this width, and its vocabulary."""
     with no_memory() as meter, torch.no_grad():
-        hidden = torch.empty((1, num_tokens, head.width), dtype=dtype)
-        parameters = fake_parameters(head, dtype)
-        states = call_with(_Method(head, "after_blocks"), _under("head", parameters), hidden)
-        meter.flops = 0.0
-        logits = call_with(_Method(head, "project"), _under("head", parameters), states)
-        return meter.flops, logits.shape[-1], states.shape[-1]
-
-
-class _Method(nn.Module):
-    """A method of a module as its forward, so that it runs with other parameters."""
-
-    def __init__(self, head: nn.Module, name: str) -> None:
-        super().__init__()
-        self.head, self.name = head, name
-
-    def forward(self, *args: Any) -> Any:
-        return getattr(self.head, self.name)(*args)
-
-
-def _under(name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{name}.{path}": tensor for path, tensor in parameters.items()}
-
-
-class _Kept:
-    """The memory that a graph keeps, each storage once. `excluded` are storages that live anyway."""
-
-    def __init__(self, excluded: set[int]) -> None:
-        self.nbytes = 0
-        self._seen = excluded
-
-    def pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.nbytes += storage.nbytes()
-        return tensor
-
-    def unpack(self, tensor: Any) -> Tensor:
-        assert isinstance(tensor, Tensor), "a kept tensor is handed back as it was"
-        return tensor
+        hidden = torch.empty((num_tokens, 1, width), dtype=DTYPES[element_bytes])
+        ids = torch.zeros((num_tokens, 1), dtype=torch.int64)
+        micro_batch = MicroBatch(ids, ids, ids, ids, wants="logits")
+        logits = call_with(head, fake_parameters(head, hidden.dtype), hidden, micro_batch)
+        return meter.flops, logits.shape[-1]
 
 
 class Meter(TorchDispatchMode):
     """Counts what a run without memory does.
 
     - `flops`: matrix products, a multiply-add being 2.
-    - `peak_bytes`: the most bytes of tensors made inside that were alive at once.
-    - `drawn`: names of operations that drew random numbers.
+    - `alive_bytes`: bytes of tensors made inside that are alive; `peak_bytes`: the most of them at once.
+    - `drawn`: whether an operation drew random numbers.
     """
 
     def __init__(self) -> None:
@@ -150,15 +111,14 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._formulas = flop_registry
         self.flops = 0.0
-        self.peak_bytes = 0
-        self.drawn: list[str] = []
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._bound = 0  # no less than what is alive
+        self.alive_bytes = self.peak_bytes = 0
+        self.drawn = False
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args):
-            self.drawn.append(str(func))
+            self.drawn = True
         packet = func._overloadpacket
         if packet is torch.ops.aten._grouped_mm:
             result, flops = _grouped_product(*args, **kwargs)
@@ -167,33 +127,19 @@ class Meter(TorchDispatchMode):
             result = func(*args, **kwargs)
             if packet in self._formulas:
                 self.flops += self._formulas[packet](*args, **kwargs, out_val=result)
-            elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-                self.flops += _attention_flops(*args[:3])
-            elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-                self.flops += 2 * _attention_flops(*args[1:4])
         self._count(result)
         return result
 
-    def alive_bytes(self) -> int:
-        """Return the bytes of tensors made inside that are alive."""
-        for key, (storage, _) in list(self._alive.items()):
-            if storage.expired():
-                del self._alive[key]
-        self._bound = sum(size for _, size in self._alive.values())
-        return self._bound
-
     def _count(self, result: Any) -> None:
         for leaf in torch.utils._pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                reference = StorageWeakRef(storage)
-                known = self._alive.get(reference.cdata)
-                if known is None or known[0].expired():
-                    self._alive[reference.cdata] = (reference, storage.nbytes())
-                    self._bound += storage.nbytes()
-        # Looking for tensors that are gone takes time: only if it could matter.
-        if self._bound > self.peak_bytes:
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self.alive_bytes += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+
+    def _free(self, nbytes: int) -> None:
+        self.alive_bytes -= nbytes
 
 
 @contextmanager
@@ -216,30 +162,26 @@ def call_with(module: nn.Module, parameters: Mapping[str, Tensor], *args: Any, *
     return functional_call(module, dict(parameters), args, kwargs)
 
 
-def _check_grouped(*operands: Tensor) -> None:
-    """Raise `ModelConfigError` for matrices that PyTorch's grouped product does not take, on any device."""
-    for tensor in operands:
+def _grouped_product(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[Tensor, float]:
+    """Return the result's shape and the FLOPs. PyTorch's own shapes for this product may know bf16 alone.
+
+    Raises `ModelConfigError` for matrices that the product does not take on any device.
+    """
+    for tensor in (one, other):
         width = max(tensor.stride()[-2:])
         if width * tensor.element_size() % ROW_BYTES:
             raise ModelConfigError(
                 f"its experts multiply matrices with rows of {width} numbers, {width * tensor.element_size()} bytes in "
                 f"{tensor.dtype}; PyTorch's grouped product takes only rows of a multiple of {ROW_BYTES} bytes"
             )
-
-
-def _grouped_product(one: Tensor, other: Tensor, *_: Any, **__: Any) -> tuple[Tensor, float]:
-    _check_grouped(one, other)
-    # PyTorch's own shapes for this product know bf16 alone; its kernels on the CPU know fp32 too.
     rows, inner, columns = one.shape[-2], one.shape[-1], other.shape[-1]
-    if one.ndim == 2 and other.ndim == 2:  # gradients of the experts' weights: [I, S] and [S, Z] to [E, I, Z]
-        offsets = _[0] if _ else __["offs"]
-        return one.new_empty((offsets.shape[0], rows, columns)), 2.0 * rows * inner * columns
-    return one.new_empty((rows, columns)), 2.0 * rows * inner * columns
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> float:
-    batch, heads, length, width = query.shape
-    return 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+    shape: tuple[int, ...] = (rows, columns)
+    if one.ndim == other.ndim == 2:  # gradients of the experts' weights: [I, S] and [S, Z] to [E, I, Z]
+        assert offs is not None, "the rows of each expert end at an offset"
+        shape = (len(offs), rows, columns)
+    return one.new_empty(shape), 2.0 * rows * inner * columns
 
 
 def _draws(func: Any, args: tuple[Any, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 Files name and cut tensors as they did when a family was first released: experts one by one, gate and up apart. The modules
 of `transformers` have moved on since. Its loader renames and joins tensors by a table of each family. This file reads the
-same tables, so files old and new are read in place, and an export has the names that `save_pretrained` writes.
+same tables, so files old and new are read in place, and an export has the names of its base's files.
 
 Two kinds of joins can be read in place: experts that are stacked (`MergeModulelist`), and stacked pairs that are joined
 along their rows (`Concatenate`). A family that needs another kind is refused by name.
@@ -14,9 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from torchround.layer import HFNames, HFTensors
+from torchround.layer import HFTensors
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.family import FolderNames
 
@@ -34,48 +32,15 @@ class _Source:
     pattern: str | None = None
 
 
-def saved_names(model: Any, own: Mapping[str, str]) -> HFNames:
-    """Map each stored parameter to the tensors that `save_pretrained` of `transformers` writes for it.
-
-    `model` is a causal language model of `transformers` on `meta`. `own` maps stored names to the model's own. A parameter
-    whose conversion has no form here keeps its own name, which the loader of `transformers` accepts too.
-    """
-    from transformers import conversion_mapping, core_model_loading
-
-    transforms = [
-        transform.reverse_transform()
-        # A prefix is removed while loading. It is not put back, because not every file has it.
-        for transform in reversed(conversion_mapping.get_model_conversion_mapping(model, add_legacy=False))
-        if not isinstance(transform, core_model_loading.PrefixChange)
-    ]
-    converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
-    renamings = [one for one in transforms if isinstance(one, core_model_loading.WeightRenaming)]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    names: HFNames = {}
-    for stored, name in own.items():
-        converter = next((one for one in converters if one.rename_source_key(name)[1] is not None), None)
-        if converter is None:
-            names[stored] = _renamed(name, renamings)
-            continue
-        # The reverse of a stack of joins cuts the joins first.
-        kind = tuple(reversed([_kind(operation) for operation in converter.operations]))
-        parts = _taken_apart(converter, name, parameters[name], model) if kind in SAVED else []
-        written = [_renamed(part, renamings) for part in parts]
-        names[stored] = _joined(written, parameters[name].shape[0]) or name
-    return names
-
-
 def names_in_folder(model: Any, own: Mapping[str, str], tensors: Collection[str]) -> FolderNames:
     """Map each stored parameter to the `tensors` of a folder that hold it, as the loader of `transformers` would.
 
-    A parameter that the folder lacks gets the names of `saved_names`. `redundant` are the tensors that the loader leaves
-    out in silence, and copies of a tied parameter. Raises `ModelConfigError` for a join that is not read in place.
+    `model` is a causal language model of `transformers` on `meta`. `own` maps stored names to the model's own, which a
+    parameter that the folder lacks keeps. `redundant` are the tensors that the loader leaves out in silence, and copies of a
+    tied parameter. Raises `ModelConfigError` for a join that is not read in place.
     """
     found, left = _sources(model, tensors)
-    usual = saved_names(model, own)
-    names = {
-        stored: _names_of(name, found.get(name, []), model) or usual[stored] for stored, name in own.items()
-    }
+    names = {stored: _names_of(name, found.get(name, []), model) or name for stored, name in own.items()}
     tied = set(getattr(model, "all_tied_weights_keys", {})) - set(own.values())
     copies = {source.name for name in tied for source in found.get(name, [])}
     return FolderNames(names, frozenset(copies | _ignored(model, left)))
@@ -118,7 +83,7 @@ def _names_of(name: str, sources: Sequence[_Source], model: Any) -> HFTensors | 
     if kind not in (STACK, STACK_OF_JOINS):
         operations = ", ".join(type(operation).__name__ for operation in converter.operations)
         raise ModelConfigError(
-            f"the files hold {name} as {_some(sources)}, to be joined by {operations}, which torchround does not do "
+            f"the files hold {name} as {sources[0].name} and {len(sources) - 1} more, to be joined by {operations}, which torchround does not do "
             "while it reads; legal: what transformers makes of the folder with "
             "AutoModelForCausalLM.from_pretrained(..).save_pretrained(NEW_FOLDER, save_original_format=False)"
         )
@@ -126,42 +91,17 @@ def _names_of(name: str, sources: Sequence[_Source], model: Any) -> HFTensors | 
         pattern: [source.name for source in sources if source.pattern == pattern]
         for pattern in converter.source_patterns
     }
-    in_order = [tensor for some in by_pattern.values() for tensor in some]
     num_experts = model.get_parameter(name).shape[0]
     if any(len(some) != num_experts for some in by_pattern.values()):
         return None
-    return _joined(in_order, num_experts)
-
-
-def _joined(names: Sequence[str], num_experts: int) -> HFTensors | None:
-    """Return the names of all gates, then of all ups, as one entry for each expert; one kind gives a flat tuple."""
-    if not names or len(names) % num_experts:
-        return None
-    if len(names) == num_experts:
-        return tuple(names)
-    return tuple(tuple(names[expert::num_experts]) for expert in range(num_experts))
-
-
-def _taken_apart(converter: Any, name: str, parameter: torch.Tensor, model: Any) -> list[str]:
-    """Return the names that a reversed converter gives to the parts of one parameter, in its order."""
-    renamed, pattern = converter.rename_source_key(name)
-    # Conversion uses up what was collected, so each parameter leaves the converter as it was.
-    converter.add_tensor(renamed, name, pattern, torch.empty_like(parameter, device="meta"))
-    parts = converter.convert(renamed, model=model, config=model.config)
-    converter.layer_targets.clear()
-    return list(parts)
-
-
-def _renamed(name: str, renamings: Sequence[Any]) -> str:
-    for renaming in renamings:
-        name, _ = renaming.rename_source_key(name)
-    return name
+    # One entry for each expert: its tensor, or its gate and its up.
+    entries = tuple(zip(*by_pattern.values(), strict=True))
+    return entries if len(by_pattern) > 1 else tuple(name for (name,) in entries)
 
 
 def _kind(operation: Any) -> tuple[str, Any]:
-    if getattr(operation, "num_shards_attribute", None) is not None:
-        return type(operation).__name__, None
-    return type(operation).__name__, getattr(operation, "dim", None)
+    is_sharded = getattr(operation, "num_shards_attribute", None) is not None
+    return type(operation).__name__, None if is_sharded else getattr(operation, "dim", None)
 
 
 def _ignored(model: Any, tensors: Collection[str]) -> set[str]:
@@ -173,12 +113,3 @@ def _ignored(model: Any, tensors: Collection[str]) -> set[str]:
     if any(name.endswith("position_ids") for name in buffers):
         patterns.add(r"(^|\.)position_ids$")
     return {tensor for tensor in tensors if any(re.search(pattern, tensor) for pattern in patterns)}
-
-
-def _some(sources: Sequence[_Source]) -> str:
-    shown = ", ".join(source.name for source in sources[:3])
-    return shown if len(sources) <= 3 else f"{shown} and {len(sources) - 3} more"
-
-
-# The reverse operations of `STACK` and `STACK_OF_JOINS`, read from the last to the first.
-SAVED = ((("SplitModulelist", 0),), (("SplitModulelist", 0), ("Chunk", 1)))

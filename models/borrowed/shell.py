@@ -1,6 +1,6 @@
 """The inputs of a borrowed model's blocks, taken from the model's own body.
 
-The body (`model.base_model` of `transformers`) makes rotary embeddings, masks and whatever else its blocks ask for, and
+The body (`model.base_model` of `transformers`) makes rotary embeddings, masks and all else that its blocks ask for, and
 then calls one block after the other. A shell is that body with recorders in place of the blocks, and with stand-ins in
 place of modules that have parameters. Running it computes no layer, and records what each block is called with.
 
@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens, D model width.
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from torchround.layer import LayerWork, MicroBatch
-from torchround.models.common.config import ModelConfigError
 
 Plain = (str, int, float, bool, tuple, type(None))
 
@@ -29,58 +28,36 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def of(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Call `block` with `hidden [B, T, D]` and these arguments."""
-        return block(hidden, *self.args, **self.kwargs)
-
     def tensors(self) -> list[Tensor]:
-        """List the tensors among the arguments."""
-        return [
-            leaf for leaf in torch.utils._pytree.tree_leaves((self.args, self.kwargs)) if _is_tensor(leaf)
-        ]
+        leaves = torch.utils._pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-@dataclass(frozen=True)
-class MetBlock:
-    """What a recorder saw: the hidden state that it got, the block's other arguments, and what it handed on."""
+# The hidden state and the other arguments of each block.
+Recorded = list[tuple[Tensor, BlockCall]]
 
-    hidden: Tensor
-    call: BlockCall
-    result: Tensor
+
+class OtherResult:
+    """The place of what a block returns beside its hidden state."""
 
 
 class Recorder(nn.Module):
-    """The place of a block in a shell: it notes its arguments and hands on the hidden state.
+    """The place of a block in a shell: it notes the hidden state and its other arguments, and returns the hidden state.
 
     It has the plain attributes of the block, because some bodies choose a mask by them. `entries` is the length of the
-    tuple that the block returns, 0 if it returns its hidden state alone. `makes` gives the hidden state that the next
-    block gets; by default it is the same one. `rest` stands for the other entries of a tuple.
+    tuple that the block returns, 0 if it returns its hidden state alone.
     """
 
-    def __init__(self, block: nn.Module, calls: list[MetBlock], entries: int) -> None:
+    def __init__(self, block: nn.Module, calls: Recorded, entries: int) -> None:
         super().__init__()
         for name, value in vars(block).items():
             if isinstance(value, Plain) and not name.startswith("_"):
                 setattr(self, name, value)
-        self.calls = calls
-        self.entries = entries
-        self.rest: Tensor | None = None
-        self.makes: Callable[[Tensor], Tensor] | None = None
+        self.calls, self.entries = calls, entries
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = hidden if self.makes is None else self.makes(hidden)
-        self.calls.append(MetBlock(hidden, BlockCall(args, kwargs), result))
-        return (result, *[self.rest] * (self.entries - 1)) if self.entries else result
-
-
-@dataclass(frozen=True)
-class MetModule:
-    """A call of a module of the body that is no block: its name, first argument, result, and how many blocks ran before."""
-
-    name: str
-    given: Any
-    made: Any
-    num_blocks: int
+        self.calls.append((hidden, BlockCall(args, kwargs)))
+        return (hidden, *[OtherResult()] * (self.entries - 1)) if self.entries else hidden
 
 
 class StandIn(nn.Module):
@@ -91,13 +68,11 @@ class StandIn(nn.Module):
         weight = getattr(module, "weight", None)
         self.width = weight.shape[-1] if isinstance(module, nn.Embedding) and weight is not None else None
         self.dtype = torch.float32
-        self.makes: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
-        found = (
-            first if self.width is None else first[..., None].expand(*first.shape, self.width).to(self.dtype)
-        )
-        return found if self.makes is None else self.makes(found)
+        if self.width is None:
+            return first
+        return first[..., None].expand(*first.shape, self.width).to(self.dtype)
 
 
 class StandInBody(nn.Module):
@@ -111,59 +86,53 @@ class StandInBody(nn.Module):
         return self.output_class(last_hidden_state=inputs_embeds)
 
 
+@dataclass(frozen=True)
+class Step:
+    """A call of a child of the body, or of a block, in a trace: its name, its first argument, and what it made of that."""
+
+    name: str
+    given: Any
+    made: Any
+
+
 # A sequence, its first token of a document, the token after its last, and the arguments of each block.
 DocumentCalls = tuple[int, int, int, list[BlockCall]]
 
 
 class _Shared:
-    """What layers of one micro-batch have in common, as long as it is needed."""
+    """The arguments of all blocks for one micro-batch, as long as its layers follow each other."""
 
-    def __init__(self) -> None:
-        self.value: Any = None
+    calls: Any = None
 
 
 class Shell(nn.Module):
-    """A body without its layers. `blocks` is the name of its list of blocks.
+    """A body without its layers. `blocks` is the name of its list of blocks, `entries` as in `Recorder`.
 
     All layers of a model share one shell. It has no parameters; its buffers are constants.
     """
 
-    def __init__(self, body: nn.Module, blocks: str, entries: Sequence[int]) -> None:
+    def __init__(self, body: nn.Module, blocks: str, entries: int) -> None:
         super().__init__()
-        self._calls: list[MetBlock] = []
-        recorders = _recorders(body, blocks, self._calls, entries)
-        places: dict[str, nn.Module] = {blocks: recorders}
-        for name, child in body.named_children():
-            if name != blocks and any(True for _ in child.parameters()):
-                places[name] = StandIn(child)
-        self.body = with_modules(body, places)
-        self.blocks, self.num_blocks = blocks, len(recorders)
-        self._stand_ins = [module for module in places.values() if isinstance(module, StandIn)]
+        self._calls: Recorded = []
+        self.body = hollow(body, blocks, entries, self._calls)
+        self.blocks = blocks
+        self.num_blocks = len(self.body.get_submodule(blocks))  # type: ignore[arg-type]
         self.width: int = body.config.hidden_size  # type: ignore[assignment,union-attr]
         # The most tokens of a sequence, and the reason, if the body has such a limit.
         self.longest: tuple[int, str] | None = None
         # Costs by kind of layer and shape.
         self.counted: dict[Any, LayerWork] = {}
-        # Which blocks take a cache, once that was asked for; bytes of a token and of a sequence, by block and element.
-        self.takes_cache: tuple[bool, ...] | None = None
-        self.remembered: dict[tuple[int, int], tuple[int, int]] = {}
-        # In a trace, what blocks return beside their hidden state.
-        self.other_entry = torch.zeros(())
         self._latest: weakref.ref[_Shared] | None = None
 
-    def calls(self, hidden: Tensor, positions: Tensor, **more: Any) -> list[BlockCall]:
-        """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`.
-
-        `more` are other arguments of the body.
-        """
-        return [met.call for met in self.record(hidden, positions, **more)]
+    def calls(self, hidden: Tensor, positions: Tensor) -> list[BlockCall]:
+        """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`."""
+        return [call for _, call in self.record(hidden, positions)]
 
     def calls_of(self, hidden: Tensor, micro_batch: MicroBatch) -> list[BlockCall]:
         """Return the arguments of each block, computed once while layers of the same micro-batch follow each other."""
         hidden = hidden.detach()
-        return self.shared(
-            ("borrowed", hidden.dtype), micro_batch, lambda: self.calls(hidden, micro_batch.positions)
-        )
+        key = "borrowed", hidden.dtype
+        return self._once(key, micro_batch, lambda: self.calls(hidden, micro_batch.positions))
 
     def calls_by_document(self, hidden: Tensor, micro_batch: MicroBatch) -> list[DocumentCalls]:
         """Return the arguments of each block for each document by itself, as `calls_of` does.
@@ -181,40 +150,31 @@ class Shell(nn.Module):
                     found.append((row, begin, end, self.calls(*part)))
             return found
 
-        return self.shared(("borrowed documents", hidden.dtype), micro_batch, make)
+        return self._once(("borrowed documents", hidden.dtype), micro_batch, make)
 
-    def shared(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
-        """Return what `make` gives, computed once while layers of the same micro-batch follow each other."""
-        shared: Any = micro_batch.once(key, _Shared)
-        if shared.value is None:
+    def _once(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
+        shared: _Shared = micro_batch.once(key, _Shared)
+        if shared.calls is None:
             # Masks are large: a device has those of one micro-batch, not of all that it got this round.
             latest = None if self._latest is None else self._latest()
             if latest is not None:
-                latest.value = None
-            shared.value = make()
+                latest.calls = None
+            shared.calls = make()
             self._latest = weakref.ref(shared)
-        return shared.value
+        return shared.calls
 
-    def record(self, hidden: Tensor, positions: Tensor, **more: Any) -> list[MetBlock]:
-        """Run the body and return each block's hidden state and arguments."""
-        arguments = {"inputs_embeds": hidden, "position_ids": positions, "use_cache": False, **more}
-        self._calls.clear()
-        for stand_in in self._stand_ins:
-            # Else the sum of both would have another dtype than the hidden state, and rotations with it.
-            stand_in.dtype = hidden.dtype
-        with torch.no_grad():
-            self.body(**arguments)
+    def record(self, hidden: Tensor, positions: Tensor) -> Recorded:
+        """Run the body and return each block's hidden state and other arguments."""
+        self._run(hidden, positions)
         found = list(self._calls)
-        self._calls.clear()
         assert len(found) == self.num_blocks, f"{len(found)} of {self.num_blocks} blocks were called"
+        self._calls.clear()
         return found
 
-    def first_call(self, hidden: Tensor, positions: Tensor) -> MetBlock:
-        """Return what the first block meets, whatever the body does with its result."""
-        self._calls.clear()
+    def first_call(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, BlockCall]:
+        """Return what the first block gets, whatever the body does with its result."""
         try:
-            with torch.no_grad():
-                self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+            self._run(hidden, positions)
         except Exception:
             if not self._calls:
                 raise
@@ -222,56 +182,57 @@ class Shell(nn.Module):
         self._calls.clear()
         return found
 
-    def trace(self, hidden: Tensor, positions: Tensor) -> tuple[list[MetBlock], list[MetModule], Any]:
-        """Run the body with a new tensor from each place. Returns what blocks met, the other modules' calls, and the output."""
-        makers = [module for module in self.modules() if isinstance(module, Recorder | StandIn)]
-        others: list[MetModule] = []
+    def trace(self, hidden: Tensor, positions: Tensor) -> tuple[list[Step], Any]:
+        """Run the body with a new tensor from each place. Return the calls of its children and blocks, and the output."""
+        steps: list[Step] = []
 
-        def note(name: str) -> Any:
-            def hook(_: nn.Module, args: tuple[Any, ...], made: Any) -> None:
-                others.append(MetModule(name, args[0] if args else None, made, len(self._calls)))
+        def note(name: str) -> Callable[..., Any]:
+            def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> Any:
+                if isinstance(module, Recorder | StandIn):
+                    made = torch.utils._pytree.tree_map_only(Tensor, torch.clone, made)
+                is_tuple = isinstance(module, Recorder) and module.entries
+                steps.append(Step(name, args[0] if args else None, made[0] if is_tuple else made))
+                return made
 
             return hook
 
-        children = [(name, child) for name, child in self.body.named_children() if name != self.blocks]
-        handles = [child.register_forward_hook(note(name)) for name, child in children]
-        for module in makers:
-            module.makes = torch.clone
-            if isinstance(module, Recorder):
-                module.rest = self.other_entry
-        self._calls.clear()
+        places = [(name, child) for name, child in self.body.named_children() if name != self.blocks]
+        places += [
+            (f"{self.blocks}.{index}", block)
+            for index, block in enumerate(self.body.get_submodule(self.blocks).children())
+        ]
+        handles = [place.register_forward_hook(note(name)) for name, place in places]
         try:
-            with torch.no_grad():
-                output = self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+            output = self._run(hidden, positions)
         finally:
-            for module in makers:
-                module.makes = None
-                if isinstance(module, Recorder):
-                    module.rest = None
             for handle in handles:
                 handle.remove()
-        found = list(self._calls)
         self._calls.clear()
-        return found, others, output
+        return steps, output
+
+    def _run(self, hidden: Tensor, positions: Tensor) -> Any:
+        self._calls.clear()
+        for module in self.body.children():
+            if isinstance(module, StandIn):
+                # Otherwise the sum of both would have another dtype than the hidden state, and rotations with it.
+                module.dtype = hidden.dtype
+        with torch.no_grad():
+            return self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
 
 
-def beginning(
-    body: nn.Module, blocks: str, used: Collection[str], calls: list[MetBlock], entries: Sequence[int]
+def hollow(
+    body: nn.Module, blocks: str, entries: int, calls: Recorded, used: Collection[str] = ()
 ) -> nn.Module:
-    """Return a body that runs up to its first block, whose input it notes in `calls`.
+    """Return a copy of `body` with recorders in place of its blocks.
 
-    `used` names the modules with parameters that run before the first block. The others get stand-ins.
+    Other modules with parameters get stand-ins, except for those that `used` names.
     """
-    places: dict[str, nn.Module] = {blocks: _recorders(body, blocks, calls, entries)}
+    recorders = [Recorder(block, calls, entries) for block in body.get_submodule(blocks).children()]
+    places: dict[str, nn.Module] = {blocks: nn.ModuleList(recorders)}
     for name, child in body.named_children():
-        if name != blocks and name not in used and any(True for _ in child.parameters()):
+        if name not in (blocks, *used) and any(True for _ in child.parameters()):
             places[name] = StandIn(child)
     return with_modules(body, places)
-
-
-def _recorders(body: nn.Module, blocks: str, calls: list[MetBlock], entries: Sequence[int]) -> nn.ModuleList:
-    pairs = zip(body.get_submodule(blocks).children(), entries, strict=True)
-    return nn.ModuleList(Recorder(block, calls, number) for block, number in pairs)
 
 
 def with_modules(module: nn.Module, places: Mapping[str, nn.Module]) -> Any:
@@ -285,7 +246,7 @@ def with_modules(module: nn.Module, places: Mapping[str, nn.Module]) -> Any:
 
 def shared_tensors(micro_batch: MicroBatch) -> list[Tensor]:
     """List the tensors that a shell keeps with a micro-batch."""
-    kept = [shared.value for shared in micro_batch._derived.values() if isinstance(shared, _Shared)]
+    kept = [shared.calls for shared in micro_batch._derived.values() if isinstance(shared, _Shared)]
     calls = [leaf for leaf in torch.utils._pytree.tree_leaves(kept) if isinstance(leaf, BlockCall)]
     return [tensor for call in calls for tensor in call.tensors()]
 
@@ -297,27 +258,3 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
     )
     shapes = tuple((name, tuple(one.shape), one.requires_grad) for name, one in module.named_parameters())
     return classes, shapes, str(getattr(module, "attention_type", None))
-
-
-def same_arguments(first: BlockCall, second: BlockCall) -> bool:
-    """Return whether two calls have the same structure and equal values."""
-    ours, spec = torch.utils._pytree.tree_flatten((first.args, first.kwargs))
-    theirs, other = torch.utils._pytree.tree_flatten((second.args, second.kwargs))
-    return spec == other and all(map(_equal, ours, theirs))
-
-
-def refuse(model_type: str, reason: str) -> ModelConfigError:
-    """Make the error for a model of `transformers` that cannot be cut into layers."""
-    return ModelConfigError(
-        f"model_type {model_type!r} of transformers does not fit torchround's layers: {reason}"
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if _is_tensor(one) and _is_tensor(other):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)

@@ -1,6 +1,5 @@
 """The sizes that every decoder-only transformer has, and the error for a model that cannot be built."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchround.models.common.rope import Rope
@@ -10,11 +9,6 @@ SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "
 
 class ModelConfigError(ValueError):
     """A model setting that is missing, unsupported or contradicts another; the message holds the values."""
-
-
-def unknown_name(what: str, name: str, known: Iterable[str]) -> ModelConfigError:
-    """Make the error for a name that is not among the known ones, which the message lists."""
-    return ModelConfigError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,43 @@
-"""The interface of a model family to the rest of the program, and the reading of a Hugging Face `config.json`."""
+"""The interface of a model family to the rest of the program, and the form of a Hugging Face `config.json`."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Generic, TypeVar
 
 from torchround.layer import HFNames, LayeredModel
-from torchround.models.common.config import SIZES, ModelConfigError, TransformerConfig, unknown_name
+from torchround.models.common.config import SIZES, ModelConfigError, TransformerConfig
 from torchround.models.common.decoder import BlockSettings, assemble, decoder_names
 from torchround.models.common.feed_forward import MoEShape
+from torchround.models.common.rope import Llama3Scaling, Rope, YarnScaling
 
 Config = TypeVar("Config", bound=TransformerConfig)
 
 SHAPE_KEYS = (*SIZES, "max_positions", "rope_theta", "norm_eps", "tied_embeddings")
 EXPERT_KEYS = ("num_experts", "num_chosen", "balance_coefficient")
 NEEDED_SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_size")
+
+# The fields of `TransformerConfig` that a `config.json` names alike in all families, with their keys there.
+HF_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+MOST = {"num_layers": 10_000, "max_positions": 2**40}
+# Scalings of RoPE by their `rope_type`.
+SCALINGS: Mapping[str, type[Llama3Scaling] | type[YarnScaling]] = {
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
+# The key of one field of theirs has another name in a file.
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -23,76 +46,6 @@ class FolderNames:
 
     names: HFNames
     redundant: frozenset[str]
-
-
-class KnownShape(Protocol):
-    """The facts of any family's config that the program asks for."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        ...
-
-    @property
-    def known_positions(self) -> int:
-        """Longest document, in tokens, that the model was trained for, or that its scaled RoPE is made for."""
-        ...
-
-
-class ModelFamily(Protocol):
-    """The methods that the program needs from a family, be it one of our own or the decoders of `transformers`.
-
-    `Family` says what each returns. The methods raise `ModelConfigError`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The value of `model.family`."""
-        ...
-
-    @property
-    def flavors(self) -> Mapping[str, Any]:
-        """Named sizes; none in a family whose models come from folders alone."""
-        ...
-
-    @property
-    def hf_model_types(self) -> tuple[str, ...]:
-        """The `model_type` of every `config.json` that the family reads; none in one that finds out by trying."""
-        ...
-
-    def build(self, config: Any) -> LayeredModel:
-        """Build the layers on `meta`."""
-        ...
-
-    def hf_names(self, config: Any) -> HFNames:
-        """Map each stored parameter to the tensors that an export writes."""
-        ...
-
-    def module_names(self, config: Any) -> HFNames:
-        """Map each stored parameter to its name in the modules of `transformers`, which PEFT adapts."""
-        ...
-
-    def names_in_folder(self, config: Any, tensors: Collection[str]) -> FolderNames:
-        """Map each stored parameter to its tensors in a folder that holds `tensors`."""
-        ...
-
-    def config_from_hf(self, content: Mapping[str, Any]) -> Any:
-        """Read the content of a `config.json`."""
-        ...
-
-    def config_to_hf(self, config: Any) -> dict[str, Any]:
-        """Return the content of a `config.json` that gives the same config back."""
-        ...
-
-    def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Any:
-        """Return the config of a named size."""
-        ...
-
-    def config_from_shape(
-        self, shape: Mapping[str, Any], flavor: str | None = None, vocab_size: int | None = None
-    ) -> Any:
-        """Return the config of a shape of one's own."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -129,18 +82,22 @@ class Family(Generic[Config]):
 
     def names_in_folder(self, config: Config, tensors: Collection[str]) -> FolderNames:
         """Map each stored parameter to its tensors in a folder that holds `tensors`; here all folders have one form."""
-        return FolderNames(self.hf_names(config), self.hf_redundant(config))
+        # Some files hold tensors that no parameter needs: a tied head, rotation tables.
+        redundant = {
+            f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)
+        }
+        redundant |= {"lm_head.weight"} if config.tied_embeddings else set()
+        return FolderNames(self.hf_names(config), frozenset(redundant))
 
     def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
         """Return a flavor's config with the tokenizer's vocabulary size and any other fields replaced."""
         if name not in self.flavors:
-            raise unknown_name(f"{self.name} flavor", name, self.flavors)
+            raise ModelConfigError(
+                f"unknown {self.name} flavor {name!r}; known: {', '.join(sorted(self.flavors))}"
+            )
         if vocab_size is not None:
             overrides["vocab_size"] = vocab_size
-        try:
-            return replace(self.flavors[name], **overrides)
-        except TypeError as error:
-            raise ModelConfigError(f"{self.name} config: {error}") from None
+        return replace(self.flavors[name], **overrides)
 
     def config_from_shape(
         self, shape: Mapping[str, Any], flavor: str | None = None, vocab_size: int | None = None
@@ -153,11 +110,7 @@ class Family(Generic[Config]):
         """
         base = self.config_from_flavor(self.usual if flavor is None else flavor)
         own = [item.name for item in fields(base)]
-        legal = [
-            *SHAPE_KEYS,
-            *(EXPERT_KEYS if "moe" in own else ()),
-            *(["window"] if "window" in own else ()),
-        ]
+        legal = [*SHAPE_KEYS, *(EXPERT_KEYS if "moe" in own else ()), *({"window"} & set(own))]
         if unknown := [key for key in shape if key not in legal]:
             raise ModelConfigError(f"{self.name} has no {', '.join(unknown)}; legal: {', '.join(legal)}")
         changes = dict(shape)
@@ -172,12 +125,6 @@ class Family(Generic[Config]):
         if "moe" in own:
             changes["moe"] = _mixture(changes, getattr(base, "moe", None), flavor is not None)
         return replace(base, **changes)
-
-    def hf_redundant(self, config: Config) -> frozenset[str]:
-        """Name tensors that some files hold although no parameter needs them: a tied head, rotation tables."""
-        blocks = (f"model.layers.{index}.self_attn." for index in range(config.num_layers))
-        rotations = {f"{block}rotary_emb.inv_freq" for block in blocks}
-        return frozenset(rotations | ({"lm_head.weight"} if config.tied_embeddings else set()))
 
 
 def _complete(changes: dict[str, Any], usual: TransformerConfig) -> None:
@@ -218,10 +165,17 @@ def _mixture(changes: dict[str, Any], base: MoEShape | None, keeps: bool) -> MoE
 
 
 class HFConfig:
-    """A `config.json` read key by key: every value is checked, every message names the key and the value."""
+    """A `config.json` read key by key: every value is checked, every message names the key and the value.
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    Values other than `fixed` are refused; a file may leave their keys out.
+    """
+
+    def __init__(self, content: Mapping[str, Any], model_types: Sequence[str], **fixed: Any) -> None:
         self.content = content
+        if model_types:
+            self.expect("model_type", *model_types)
+        for key, value in fixed.items():
+            self.expect(key, value)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """Return the value of `key`, of type `kind`. An absent or null key gives `default`; without one, an error."""
@@ -236,77 +190,82 @@ class HFConfig:
             raise ModelConfigError(f"config.json: {key} = {value!r} is not a finite number")
         return value
 
-    def size(self, key: str, most: int = 2**24, default: Any = ...) -> int:
-        """Return a count: at least 1, and at most `most`, a bound far above any real model."""
-        value: int = self.get(key, int, default)
-        if not 1 <= value <= most:
-            raise ModelConfigError(f"config.json: {key} = {value!r}; legal: 1 to {most}")
-        return value
+    def number(self, key: str, default: Any = ...) -> float:
+        return float(self.get(key, (int, float), default))
 
     def expect(self, key: str, *legal: Any) -> None:
-        """Refuse values other than `legal`; an absent key counts as the first of them."""
-        value = self.content.get(key, legal[0])
-        if value not in legal:
+        """Refuse values other than `legal`. A file may leave the key out."""
+        value = self.content.get(key)
+        if value is not None and value not in legal:
             wanted = " or ".join(repr(item) for item in legal)
             raise ModelConfigError(f"config.json: {key} = {value!r} is not supported, only {wanted}")
 
-    def rope(self, *rope_types: str) -> "HFConfig":
-        """Return the RoPE settings as one table: `rope_theta`, `rope_type` (one of `rope_types`) and its parameters.
+    def rope(self, usual_theta: float, *rope_types: str) -> Rope:
+        """Return the RoPE settings, whose `rope_type` has to be one of `rope_types`; the first is the usual one.
 
         Current files hold them in `rope_parameters`; older ones in `rope_theta` and `rope_scaling`.
         """
         table = dict(self.get("rope_parameters", dict, None) or self.get("rope_scaling", dict, None) or {})
         table.setdefault("rope_theta", self.get("rope_theta", (int, float), None))
-        table["rope_type"] = table.get("rope_type", table.get("type", "default"))
-        settings = HFConfig(table)
-        settings.expect("rope_type", *rope_types)
-        return settings
+        table["rope_type"] = table.get("rope_type") or table.get("type") or "default"
+        hf = HFConfig(table, (), mscale=None, mscale_all_dim=None)
+        hf.expect("rope_type", *rope_types)
+        theta = hf.number("rope_theta", usual_theta)
+        scaling = SCALINGS.get(table["rope_type"])
+        if scaling is None:
+            return Rope(theta)
+        found: dict[str, Any] = {"factor": hf.number("factor"), "original_positions": hf.get(ORIGINAL, int)}
+        for item in fields(scaling):
+            if item.name not in found:
+                kind = bool if item.name == "truncate" else (int, float)
+                value = hf.get(item.name, kind, item.default)
+                found[item.name] = float(value) if isinstance(item.default, float) else value
+        return Rope(theta, scaling(**found))
 
-    def balance_coefficient(self) -> float:
-        """Return `router_aux_loss_coef` if the file turns that loss on, as `transformers` reads it; otherwise 0."""
-        if not self.get("output_router_logits", bool, False):
-            return 0.0
-        return float(self.get("router_aux_loss_coef", (int, float)))
+    def mixture(self, keys: Mapping[str, Sequence[str]], **settings: Any) -> MoEShape:
+        """Return the mixture. `keys` are a family's keys for fields of `MoEShape`, the one that is written first.
+
+        The balance loss is on if the file turns it on, as `transformers` reads it.
+        """
+        for name, legal in keys.items():
+            given = [key for key in legal if self.content.get(key) is not None]
+            settings[name] = self.get(given[-1] if given else legal[0], int)
+        is_balanced = self.get("output_router_logits", bool, False)
+        settings["balance_coefficient"] = self.number("router_aux_loss_coef") if is_balanced else 0.0
+        return MoEShape(**settings)
 
     def transformer_fields(self) -> dict[str, Any]:
-        """Return the fields of `TransformerConfig` that all families name alike; RoPE is left to the family."""
-        self.expect("attention_dropout", 0.0)
-        num_heads, hidden_size = self.size("num_attention_heads"), self.size("hidden_size")
-        return {
-            "num_layers": self.size("num_hidden_layers", most=10_000),
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "num_kv_heads": self.size("num_key_value_heads", default=num_heads),
-            "head_dim": self.size("head_dim", default=hidden_size // num_heads),
-            "ffn_size": self.size("intermediate_size"),
-            "vocab_size": self.size("vocab_size"),
-            "max_positions": self.size("max_position_embeddings", most=2**40),
-            "norm_eps": float(self.get("rms_norm_eps", (int, float))),
-            "tied_embeddings": self.get("tie_word_embeddings", bool, False),
-        }
+        """Return the fields of `TransformerConfig` but `rope`."""
+        found = {"norm_eps": self.number("rms_norm_eps")}
+        found["tied_embeddings"] = self.get("tie_word_embeddings", bool, False)
+        for name in (*SIZES, "max_positions"):
+            usual: Any = ...
+            if name == "num_kv_heads":
+                usual = found["num_heads"]
+            elif name == "head_dim":
+                usual = found["hidden_size"] // found["num_heads"]
+            # Bounds far above any real model.
+            value, most = self.get(HF_KEYS[name], int, usual), MOST.get(name, 2**24)
+            if not 1 <= value <= most:
+                raise ModelConfigError(f"config.json: {HF_KEYS[name]} = {value!r}; legal: 1 to {most}")
+            found[name] = value
+        return found
 
 
 def transformer_content(config: TransformerConfig) -> dict[str, Any]:
-    """Return the keys that `HFConfig.transformer_fields` reads, and the others that `transformers` needs."""
-    return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-    }
+    """Return the keys that `HFConfig.transformer_fields` and `HFConfig.rope` read."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope.theta}
+    if (scaling := config.rope.scaling) is not None:
+        rope["rope_type"] = next(name for name, kind in SCALINGS.items() if isinstance(scaling, kind))
+        rope |= {key: value for key, value in asdict(scaling).items() if value is not None}
+        rope[ORIGINAL] = rope.pop("original_positions")
+    return {**{key: getattr(config, name) for name, key in HF_KEYS.items()}, "rope_parameters": rope}
 
 
-def balance_content(moe: MoEShape) -> dict[str, Any]:
-    """Return the keys that `HFConfig.balance_coefficient` reads."""
+def mixture_content(moe: MoEShape, keys: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the keys that `HFConfig.mixture` reads."""
     return {
+        **{legal[0]: getattr(moe, name) for name, legal in keys.items()},
         "output_router_logits": moe.balance_coefficient > 0,
         "router_aux_loss_coef": moe.balance_coefficient or 0.001,
     }

@@ -9,8 +9,7 @@ Shapes: A inputs, Z outputs, r rank.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,7 +75,6 @@ class Adaptable(nn.Module):
         raise TypeError(f"{type(self).__name__} has no stacked matrices")
 
     def add_adapters(self, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> None:
-        """Put adapters on the stacks `adapted`."""
         self.lora, self.place, self.adapted = lora, place, adapted
         for name in adapted:
             for suffix, shape in zip("ab", self.adapter_shapes(name, lora), strict=True):
@@ -96,28 +94,22 @@ class Adaptable(nn.Module):
         """Zero a share `dropout` of the elements of `x` and scale the others up."""
         if self.seed is None or self.lora is None or not self.lora.dropout:
             return x
-        of_this_use = self.place, use, 1 - self.lora.dropout
-        if isinstance(self.seed, int):
-            kept = draw_mask(x, self.seed, *of_this_use)
-        else:
-            kept = _opaque_mask(x, self.seed, *of_this_use)
-        return x * kept / (1 - self.lora.dropout)
-
-
-def draw_mask(x: Tensor, seed: int, place: int, use: int, share: float) -> Tensor:
-    """Return a bool tensor of the shape of `x`, each element True with probability `share`."""
-    generator = torch.Generator(x.device).manual_seed(mask_seed(seed, place, use))
-    return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(share, generator=generator)
+        share = 1 - self.lora.dropout
+        return x * draw_mask(x, torch.as_tensor(self.seed), self.place, use, share) / share
 
 
 @torch.library.custom_op("torchround::draw_mask", mutates_args=())
-def _opaque_mask(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
-    """Draw the same mask for a compiler, to which the seed is data: a 0-dimensional tensor in host memory."""
-    return draw_mask(x, int(seed), place, use, share)
+def draw_mask(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
+    """Return a bool tensor of the shape of `x`, each element True with probability `share`.
+
+    One operation for a compiler, to which the seed is data: a 0-dimensional tensor in host memory.
+    """
+    generator = torch.Generator(x.device).manual_seed(mask_seed(int(seed), place, use))
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(share, generator=generator)
 
 
-@_opaque_mask.register_fake
-def _opaque_mask_shape(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
+@draw_mask.register_fake
+def _mask_shape(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
     return torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
@@ -178,92 +170,69 @@ def kept_linears(
 def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
     """Freeze the model and put adapters on every module whose Hugging Face name ends in one of the targets.
 
+    The head has none: it computes the loss from the projection's weight, chunk by chunk, without calling the module.
     Raises `ModelConfigError` for a target that no module has.
     """
-    places = adapted_modules(model, names, lora)
-    # Frozen first: the adapters added below must stay trained.
-    for layer in model.layers:
-        layer.requires_grad_(False)
-    used: Counter[int] = Counter()
-    for layer_index, path, parts in places:
-        layer, number = model.layers[layer_index], used[layer_index]
-        used[layer_index] += 1
-        base = layer.get_submodule(path)
-        if isinstance(base, nn.Linear):
-            layer.set_submodule(path, LoraLinear(base, lora, number))
-        else:
-            assert isinstance(base, Adaptable), f"{path} was found to be a module that takes adapters"
-            base.add_adapters(lora, number, parts)
-    if lora.dropout:
-        for layer_index in {index for index, _, _ in places}:
-            model.layers[layer_index].register_forward_pre_hook(_hand_out_seed)
-
-
-def adapted_modules(
-    model: LayeredModel, names: HFNames, lora: LoraShape
-) -> list[tuple[int, str, tuple[str, ...]]]:
-    """List the modules that the targets name: layer, path, and which of its weights (experts have several).
-
-    The head has none: it computes the loss from the projection's weight, chunk by chunk, without calling the module.
-    """
-    found: dict[tuple[int, str], list[str]] = {}
     known: set[str] = set()
-    for index, (layer_name, layer) in enumerate(zip(model.names[:-1], model.layers[:-1], strict=True)):
-        for path, module in layer.named_modules():
-            for part in _adaptable_parts(module):
+    for layer_name, layer in zip(model.names, model.layers, strict=True):
+        layer.requires_grad_(False)
+        adapted: dict[str, list[str]] = {}
+        for path, module in layer.named_modules() if layer is not model.layers[-1] else ():
+            parts = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "adaptable", ())
+            for part in parts:
                 tensors = names.get(f"{layer_name}.{path}.{part}")
                 if tensors is None:  # tied: another layer stores it
                     continue
-                target = _module_name(names_in(tensors)[0]).rpartition(".")[2]
+                target = names_in(tensors)[0].removesuffix(_WEIGHT).rpartition(".")[2]
                 known.add(target)
                 if target in lora.targets:
-                    found.setdefault((index, path), []).append(part)
-    unknown = [target for target in lora.targets if target not in known]
-    if unknown:
-        is_all = unknown == ["all-linear"]  # PEFT's word
+                    adapted.setdefault(path, []).append(part)
+        for place, (path, chosen) in enumerate(adapted.items()):
+            base = layer.get_submodule(path)
+            if isinstance(base, nn.Linear):
+                layer.set_submodule(path, LoraLinear(base, lora, place))
+            else:
+                assert isinstance(base, Adaptable), f"{path} was found to be a module that takes adapters"
+                base.add_adapters(lora, place, tuple(chosen))
+        if adapted and lora.dropout:
+            layer.register_forward_pre_hook(_hand_out_seed)
+    if unknown := [target for target in lora.targets if target not in known]:
         raise ModelConfigError(
             f"lora.targets: this model has no {', '.join(map(repr, unknown))}; legal: {', '.join(sorted(known))}"
-            + ("; name them all for adapters on every linear map" if is_all else "")
         )
-    return [(index, path, tuple(parts)) for (index, path), parts in found.items()]
 
 
 def adapter_names(model: LayeredModel, names: HFNames) -> HFNames:
-    """Map each adapter's parameters to the tensors that hold them in PEFT's files."""
-    adapters: HFNames = {}
-    for layer_name, layer in zip(model.names, model.layers, strict=True):
-        for path, module in layer.named_modules():
-            if isinstance(module, Adaptable):
-                adapters |= _module_names(module, f"{layer_name}.{path}.", names)
-    return adapters
-
-
-def _module_names(module: Adaptable, prefix: str, names: HFNames) -> HFNames:
-    """Map one module's adapter parameters to PEFT's names.
+    """Map each adapter's parameters to the tensors that hold them in PEFT's files.
 
     PEFT wraps a linear layer once. It wraps a module of stacked parameters once for each that has an adapter, the
     first one innermost, and an inner wrapper is its outer one's `base_layer`.
     """
     found: HFNames = {}
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    stems = [name.removesuffix("lora_a") for name in own if name.endswith("lora_a")]
-    for index, stem in enumerate(stems):
-        base = names[prefix + _adapted_name(stem)]
-        wrappers = "base_layer." * (len(stems) - 1 - index) if _is_stacked(base) else ""
-        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            found[f"{prefix}{stem}{ours}"] = _renamed(base, wrappers + theirs)
+    for layer_name, layer in zip(model.names, model.layers, strict=True):
+        for path, module in layer.named_modules():
+            if not isinstance(module, Adaptable):
+                continue
+            own = [f"{layer_name}.{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            pairs = adapter_pairs(own)
+            for index, (adapted, halves) in enumerate(pairs.items()):
+                base = names[adapted]
+                wrappers = "base_layer." * (len(pairs) - 1 - index) if _is_stacked(base) else ""
+                for half, kind in zip(halves, ("lora_A", "lora_B"), strict=True):
+                    found[half] = _renamed(base, wrappers + kind)
     return found
 
 
-def adapter_pairs(adapters: HFNames) -> dict[str, tuple[str, str]]:
-    """Map each adapted parameter to the names of its A and B, from the keys of `adapter_names`."""
+def adapter_pairs(adapters: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Map each adapted parameter to the names of its A and B, from the names of parameters.
+
+    `<path>.lora_a` is of `<path>.weight`, `<path>.gate_lora_a` of `<path>.gate`.
+    """
     stems = [name.removesuffix("lora_a") for name in adapters if name.endswith("lora_a")]
-    return {_adapted_name(stem): (f"{stem}lora_a", f"{stem}lora_b") for stem in stems}
-
-
-def _adapted_name(stem: str) -> str:
-    """Return the adapted parameter: `<path>.lora_a` is of `<path>.weight`, `<path>.gate_lora_a` of `<path>.gate`."""
-    return stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight"
+    return {
+        stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight": (f"{stem}lora_a", f"{stem}lora_b")
+        for stem in stems
+    }
 
 
 def peft_config(
@@ -300,23 +269,9 @@ def _is_stacked(tensors: HFTensors) -> bool:
     return isinstance(tensors, str) and not tensors.endswith(_WEIGHT)
 
 
-def _adaptable_parts(module: nn.Module) -> Iterator[str]:
-    if isinstance(module, nn.Linear):
-        yield "weight"
-    elif isinstance(module, Adaptable):
-        yield from module.adaptable
-
-
-def _module_name(tensor: str) -> str:
-    return tensor.removesuffix(_WEIGHT)
-
-
 def _renamed(tensors: HFTensors, kind: str) -> HFTensors:
-    def one(tensor: str) -> str:
-        module = tensor.rpartition(".")[0]  # a linear layer's `.weight`, or the name of a stacked parameter
-        return f"{PEFT_PREFIX}{module}.{kind}{_WEIGHT}"
-
-    return renamed(tensors, one)
+    # Without a linear layer's `.weight`, or the name of a stacked parameter.
+    return renamed(tensors, lambda name: f"{PEFT_PREFIX}{name.rpartition('.')[0]}.{kind}{_WEIGHT}")
 
 
 def _hand_out_seed(layer: nn.Module, arguments: tuple[Any, ...]) -> None:

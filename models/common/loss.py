@@ -15,6 +15,7 @@ gradients atomically, in no fixed order, so that two equal runs differ.
 Shapes: N tokens of the whole micro-batch, D model width, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ CHUNK_BYTES = 1 << 28
 ACCELERATOR_CHUNK_BYTES = 5 << 28
 TOKEN_MULTIPLE = 256  # no tile of a product is then partly empty
 BLOCK_ROWS = 16384
-DIFFERENTIATED = "this loss was already differentiated; its gradients are handed out only once"
 
 
 def token_loss_sum(
@@ -63,8 +63,7 @@ def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def chunked_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Compute `token_loss_sum` by our own loop over chunks of the CPU's size."""
-    step = chunk_tokens(weight.shape[0])
-    return _ChunkedLoss.apply(hidden, weight, labels, None, None, torch.is_grad_enabled(), step)
+    return _loss_in_chunks(hidden, weight, labels, chunk_tokens(weight.shape[0]))
 
 
 def fused_loss_sum(
@@ -74,7 +73,7 @@ def fused_loss_sum(
     # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
     total = weight.grad if weight.is_leaf and loss_factor is not None else None
     step = accelerator_chunk_tokens(weight.shape[0], weight.element_size())
-    return _ChunkedLoss.apply(hidden, weight, labels, loss_factor, total, torch.is_grad_enabled(), step)
+    return _loss_in_chunks(hidden, weight, labels, step, loss_factor, total)
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -113,28 +112,57 @@ def loss_workspace_bytes(
     return (4 + 2 * element_bytes) * chunk_elements + gradient_bytes + block_bytes
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """The loss in chunks of `step` tokens; `total [V, D]` is the weight's gradient sum so far, None if there is none."""
+# From what wants a gradient, and the factor on gradients: the loss, and a gradient or None for each tensor.
+Gradients = Sequence[Tensor | None]
+Compute = Callable[[Sequence[bool], float], tuple[Tensor, Gradients]]
 
+
+def loss_with_gradients(compute: Compute, loss_factor: float | None, *tensors: Tensor) -> Tensor:
+    """Return the loss `[]` of `compute`, which makes the gradients for `tensors` in the forward.
+
+    May be differentiated once. With a `loss_factor` gradients are scaled where they are made: a pass over the finished ones
+    would cost as much as adding a chunk, and unscaled ones are too small for float16.
+    """
+    return _ReadyGradients.apply(compute, loss_factor, torch.is_grad_enabled(), *tensors)
+
+
+class _ReadyGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss_factor: float | None,
-        total: Tensor | None,
-        grad_enabled: bool,
-        step: int,
+        ctx: Any, compute: Compute, loss_factor: float | None, grad_enabled: bool, *tensors: Tensor
     ) -> Tensor:
-        wants_hidden, wants_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        # Scaled where they are made: a pass over the finished gradients would cost as much as adding a chunk.
-        ctx.is_scaled, factor = loss_factor is not None, 1.0 if loss_factor is None else loss_factor
+        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[3:]]
+        ctx.is_scaled = loss_factor is not None
+        loss, ctx.gradients = compute(wants, 1.0 if loss_factor is None else loss_factor)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise RuntimeError("this loss was already differentiated; its gradients are handed out only once")
+        if not ctx.is_scaled:
+            found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
+        return None, None, None, *found
+
+
+def _loss_in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    step: int,
+    loss_factor: float | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
+    """Compute `token_loss_sum` in chunks of `step` tokens. A `total [V, D]` gets the weight's gradient added."""
+
+    def compute(wants: Sequence[bool], factor: float) -> tuple[Tensor, Gradients]:
+        wants_hidden, wants_weight = wants
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = None
+        grad_weight, into = None, total
         if wants_weight and total is None:
             # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-            total = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            into = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         # One buffer for all chunks: two of them would be alive while a name is bound anew.
         scratch = hidden.new_empty((min(step, len(labels)), weight.shape[0]))
@@ -142,23 +170,15 @@ class _ChunkedLoss(torch.autograd.Function):
             rows = slice(start, start + step)
             part = hidden[rows]
             logits = torch.mm(part, weight.T, out=scratch[: len(part)])  # [n, V], overwritten by its gradient
-            softmax_loss_(logits, labels[rows], losses[rows], factor, wants_hidden or wants_weight)
+            softmax_loss_(logits, labels[rows], losses[rows], factor, any(wants))
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[rows])
             if wants_weight:
-                assert total is not None, "a weight that wants a gradient has a sum to add to"
-                _add_product_(total, logits, part)
-        ctx.gradients, ctx.was_differentiated = (grad_hidden, grad_weight), not (wants_hidden or wants_weight)
-        return losses.sum()
+                assert into is not None, "a weight that wants a gradient has a sum to add to"
+                _add_product_(into, logits, part)
+        return losses.sum(), (grad_hidden, grad_weight)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.was_differentiated:
-            raise RuntimeError(DIFFERENTIATED)
-        found, ctx.gradients, ctx.was_differentiated = ctx.gradients, None, True
-        if not ctx.is_scaled:
-            found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
-        return *found, None, None, None, None, None
+    return loss_with_gradients(compute, loss_factor, hidden, weight)
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

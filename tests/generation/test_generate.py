@@ -16,7 +16,6 @@ from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import ASYNC_PREDICT
 from torchround.engine.store.host_store import HostStore
 from torchround.generation import Sampling, TextEngine, generate, inference_store
-from torchround.generation.continuations import can_decode
 from torchround.generation.inference import cut_evenly
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
@@ -167,14 +166,11 @@ def texts(count):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.nightly), "gemma2"])
-def test_texts_equal_those_of_transformers_with_a_cache_and_without(made, kind):
+def test_texts_equal_those_of_transformers_with_a_warning_that_each_token_reads_all(made, kind, caplog):
     theirs, engine = made(kind, 2)
-    expected = their_texts(theirs, texts(6), 5)
     with engine:
-        assert can_decode(engine.engine.model.layers)
-        assert engine.generate(texts(6), max_tokens=5) == expected
-        engine.cache_bytes = 0
-        assert engine.generate(texts(6), max_tokens=5) == expected
+        assert engine.generate(texts(6), max_tokens=5) == their_texts(theirs, texts(6), 5)
+    assert any("cannot keep keys and values" in text for text in caplog.messages)
 
 
 @pytest.mark.nightly
@@ -182,7 +178,6 @@ def test_texts_equal_those_of_transformers_with_a_cache_and_without(made, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fifty_texts_equal_those_of_transformers(made, kind, num_devices):
     theirs, engine = made(kind, num_devices)
-    assert can_decode(engine.engine.model.layers)
     with engine:
         found = engine.generate(texts(50), max_tokens=MAX_TOKENS)
     assert found == their_texts(theirs, texts(50), MAX_TOKENS)
@@ -192,9 +187,9 @@ def test_a_prompt_that_is_too_long_for_the_table_of_positions_is_refused(made):
     _, engine = made("olmo2", 1)  # a model of this test alone
     engine.engine.model.layers[0].shell.longest = (40, "a reason")
     with engine:
-        assert len(engine.generate([[5] * 32], max_tokens=8)[0]) == 8
+        assert len(engine.generate([[5] * 30], max_tokens=2)[0]) == 2
         # The second is short enough, and its padding is not.
-        for length, max_tokens in ((32, 9), (33, 2)):
+        for length, max_tokens in ((32, 9), (32, 2)):
             with pytest.raises(ValueError, match="this model takes sequences of 40 tokens"):
                 engine.generate([[5] * length], max_tokens=max_tokens)
 

@@ -30,7 +30,7 @@ def with_adapters(family, config):
 
 def open_weights(release, model):
     names = release.family.hf_names(release.config)
-    redundant = release.family.hf_redundant(release.config)
+    redundant = release.family.names_in_folder(release.config, ()).redundant
     return PretrainedWeights(release.folder, names, model.stored_shapes(), redundant)
 
 

@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 def read(release, folder=None):
     model, names = release.family.build(release.config), release.family.hf_names(release.config)
-    redundant = release.family.hf_redundant(release.config)
+    redundant = release.family.names_in_folder(release.config, ()).redundant
     return PretrainedWeights(folder or release.folder, names, model.stored_shapes(), redundant)
 
 

@@ -35,7 +35,6 @@ FIVES = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6, "hid
 EQUAL = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 24}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 SINKS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 1.0}
-OTHER_ORDER = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
 # The embedding of a padding token gets no gradient in transformers; our own families train it like any other token.
 USUAL = {"vocab_size": VOCAB + 3, "intermediate_size": 52, "num_hidden_layers": 3, "pad_token_id": None}
 
@@ -51,9 +50,9 @@ OWN = {
         FIVES | EXPERTS | {"norm_topk_prob": False, "tie_word_embeddings": True},
     ),
     "gpt_oss": ("gpt_oss", THREES | SINKS | {"rope_parameters": YARN_ROPE | {"truncate": False}, "layer_types": None}),
-    "gpt_oss, other order of windows, yarn bounds rounded, tied": (
+    "gpt_oss, yarn bounds rounded, tied": (
         "gpt_oss",
-        FIVES | SINKS | OTHER_ORDER | {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True},
+        FIVES | SINKS | {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True, "layer_types": None},
     ),
 }
 # Windows and capped logits; experts; linear attention.

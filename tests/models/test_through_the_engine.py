@@ -19,7 +19,7 @@ from torchround.models.common.experts import GatedExperts
 from torchround.models.common.feed_forward import GatedMLP, MoE, MoEShape
 from torchround.models.common.primitives import RMSNorm
 from torchround.models.common.rope import Rope
-from torchround.models.qwen3.layers import QK_NORM_NAMES, expert_names
+from torchround.models.qwen3 import QK_NORM_NAMES, expert_names
 from torchround.planning.partition import Partition
 
 ADAPTERS = ("q_proj", "v_proj")

@@ -27,7 +27,6 @@ from torchround.machines.group import MachineError
 from torchround.models import (
     FAMILIES,
     OWN_FAMILIES,
-    KnownShape,
     LoraShape,
     ModelConfigError,
     ModelFamily,
@@ -120,7 +119,7 @@ def known_families(module: str | None) -> Mapping[str, ModelFamily]:
     return {**FAMILIES, **added}
 
 
-def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, KnownShape]:
+def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, Any]:
     """Return the family and its config: from a flavor, a shape, or the config.json of a Hugging Face folder."""
     table = options.config.model
     families = known_families(table.module)
@@ -191,7 +190,7 @@ def open_weights(
     return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
 
 
-def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
+def warn_of_positions(what: str, tokens: int, config: Any) -> None:
     """Warn if `what` may make a document longer than the model knows. RoPE has no limit of its own, so it is legal."""
     if tokens > (known := config.known_positions):
         logger.warning(
@@ -201,7 +200,7 @@ def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
         )
 
 
-def _released_config(options: Options, family: ModelFamily, path: Path) -> KnownShape:
+def _released_config(options: Options, family: ModelFamily, path: Path) -> Any:
     """Read a `config.json` as the family's config. Raises `ConfigError`, or `ModelConfigError` if the family refuses it."""
     folder = options.config.model.hf_path
     if not path.is_file():
@@ -277,7 +276,7 @@ class SavedModel:
     """The model of a checkpoint and its weights. `base` has those that the run left in the files of its base model."""
 
     family: ModelFamily
-    shape: KnownShape
+    shape: Any
     model: LayeredModel
     weights: PretrainedWeights
     base: PretrainedWeights | None

@@ -53,7 +53,7 @@ from torchround.generation.continuations import GROUPS
 from torchround.hf import PretrainedWeights
 from torchround.hf.tensor_folder import read_object
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.models import FAMILIES, KnownShape, adapter_names
+from torchround.models import FAMILIES, adapter_names
 from torchround.observe.record import perplexity
 from torchround.planning.memory import size_text
 from torchround.run.hardware import Hardware, find_hardware
@@ -190,7 +190,7 @@ class TriedModel:
     name: str
     options: Options
     model: LayeredModel
-    shape: KnownShape
+    shape: Any
     tokenizer: Tokenizer
     weights: PretrainedWeights
     mapped: Mapped = field(default_factory=dict)

@@ -39,7 +39,7 @@ class DecodingCache:
     """Each layer's memory of a group's tokens so far, on the device that runs the layer.
 
     A layer makes its own by `new_cache(capacity)`; `capacity` counts the tokens of a sequence. Layers without that
-    method, or whose `remembers` is false, see each token alone. A layer's thread uses its part alone, so the parts need no lock.
+    method see each token alone. A layer's thread uses its part alone, so the parts need no lock.
     """
 
     def __init__(self, layers: Sequence[nn.Module], capacity: int) -> None:
@@ -80,7 +80,7 @@ def sequence_bytes(layers: Sequence[nn.Module], tokens: int, element_bytes: int)
 
 
 def _remembers(layer: nn.Module) -> bool:
-    return bool(getattr(layer, "remembers", hasattr(layer, "new_cache")))
+    return hasattr(layer, "new_cache")
 
 
 def generate(
@@ -253,9 +253,9 @@ def _check(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) ->
     limits = [getattr(layer, "longest", None) for layer in engine.model.layers]
     most = min((limit for limit in limits if limit is not None), default=NO_LIMIT)
     longest = max(map(len, prompts), default=0)
-    # Padding in front of a text takes positions too.
-    if max(_padded(longest), longest + max_tokens) > most:
+    # Padding in front of a text takes positions too, also in front of a grown one that is read again as a whole.
+    if _padded(longest + max_tokens) > most:
         raise ValueError(
             f"a prompt of {longest} tokens and its continuation of up to {max_tokens} are too long: this model takes "
-            f"sequences of {most} tokens, and prompts are padded to multiples of {PADDED_TOKENS}"
+            f"sequences of {most} tokens, and texts are padded to multiples of {PADDED_TOKENS}"
         )

@@ -7,7 +7,6 @@ from torch.nn import functional as F
 from tests.support.toy_decoders import toy_config, toy_decoder
 from torchround.layer import IGNORED_LABEL, decayed_names
 from torchround.models import FAMILIES
-from torchround.models.borrowed import remembering
 from torchround.models.borrowed.borrowed_layers import any_loss_sum
 
 FAMILY = FAMILIES["transformers"]
@@ -77,13 +76,13 @@ def test_a_loss_in_chunks_has_the_loss_and_gradients_of_one_piece(frozen):
         (2.0 * loss).backward()
         return loss.detach(), hidden.grad, weight.grad
 
-    ours = run(any_loss_sum(logits_of, hidden, labels, [weight]))
+    ours = run(any_loss_sum(logits_of, hidden, labels, [weight], 16))
     whole = run(F.cross_entropy(logits_of(hidden), labels, ignore_index=IGNORED_LABEL, reduction="sum"))
     for found, wanted in zip(ours, whole, strict=True):
         # Sums of at most 50 terms in another order.
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert not any_loss_sum(logits_of, hidden, labels, [weight]).requires_grad
+        assert not any_loss_sum(logits_of, hidden, labels, [weight], 16).requires_grad
 
 
 def test_gradients_of_a_loss_in_chunks_are_scaled_where_they_are_made():
@@ -96,24 +95,10 @@ def test_gradients_of_a_loss_in_chunks_are_scaled_where_they_are_made():
     def logits_of(states):
         return 2.0**-30 * (states.float() @ weight.T.float())
 
-    (factor * any_loss_sum(logits_of, hidden, labels, [weight], factor)).backward()
+    (factor * any_loss_sum(logits_of, hidden, labels, [weight], 16, factor)).backward()
     exact = [one.detach().double().requires_grad_() for one in (hidden, weight)]
     F.cross_entropy(2.0**-30 * (exact[0] @ exact[1].T), labels, reduction="sum").mul(factor).backward()
     for one, other in zip((hidden, weight), exact, strict=True):
         # Half the distance between two of the smallest numbers of float16, and fp32 rounding beside it.
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=2.0**-10, atol=0.51 * 2.0**-24)
         assert one.grad.count_nonzero() > one.numel() / 2
-
-
-def test_a_block_remembers_only_if_a_text_can_be_continued(monkeypatch):
-    def too_late(config, past):
-        raise ValueError("this body takes no cache that holds something")
-
-    shell = cut("qwen2").layers.layers[1].shell
-    assert remembering.remembers(shell, 0)
-    shell.takes_cache = None
-    lengths_of = remembering.lengths_of
-    monkeypatch.setattr(
-        remembering, "lengths_of", lambda config, past: (too_late if past else lengths_of)(config, past)
-    )
-    assert not remembering.remembers(shell, 0)

@@ -40,8 +40,8 @@ CODE = {"auto_map": {"AutoConfig": "code.Config"}}
         ("jetmoe", {}, {}, "waits"),
         ("phimoe", {}, {}, "random numbers"),
         ("rwkv", {}, {}, "without its layers"),
-        ("qwen2", {"attention_dropout": 0.1}, {}, "attention_dropout = 0.1"),
-        ("gpt2", {"embd_pdrop": 0.1}, {}, "embd_pdrop = 0.1"),  # before the blocks
+        ("qwen2", {"attention_dropout": 0.1}, {}, "legal: 0 for a key of dropout"),
+        ("gpt2", {"embd_pdrop": 0.1}, {}, "drop draws random numbers"),  # before the blocks
         ("llama", {"rope_parameters": DYNAMIC}, {}, "'dynamic'"),
         ("qwen2", {}, CODE | {"model_type": "mine"}, "auto_map"),
         ("qwen2", {}, {"quantization_config": {"quant_method": "awq"}}, "quantised"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.toy_decoders import toy_config
 from torchround.generation.continuations import DecodingCache, can_decode, sequence_bytes
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.models import FAMILIES
@@ -14,17 +13,12 @@ from torchround.models.common.keys_and_values import KeysAndValues
 LENGTHS = (19, 5, 1)  # of the prompts in a group; the longest is longer than GPT-OSS's window of 16
 NEW_TOKENS = 3
 CASES = [(name, flavor) for name in FAMILIES for flavor in ("debug", "debug_moe") if flavor in FAMILIES[name].flavors]
-CASES.append(("transformers", "qwen2"))
 
 
 @pytest.fixture(params=CASES, ids="-".join)
 def model(request, tools):
     family, flavor = FAMILIES[request.param[0]], request.param[1]
-    if request.param[0] == "transformers":
-        config = family.config_from_hf(toy_config(flavor, num_hidden_layers=2, layer_types=None).to_dict())
-    else:
-        config = family.config_from_flavor(flavor, num_layers=2, vocab_size=50)
-    built = tools.materialise(family.build(config))
+    built = tools.materialise(family.build(family.config_from_flavor(flavor, num_layers=2, vocab_size=50)))
     with torch.no_grad():
         for parameter in tools.stored_parameters(built).values():
             if parameter.ndim > 1:
