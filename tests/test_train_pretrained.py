@@ -62,14 +62,6 @@ def test_a_plan_refuses_a_quantised_release_but_needs_no_weights(folder, capsys)
     assert "this is a quantised (gptq) release" in capsys.readouterr().err
 
 
-def test_bytes_as_the_tokenizer_of_weights_that_have_their_own_is_a_warning(folder, caplog):
-    assert train.main(["--config", "small.toml", "--run.name=plain"]) == 0
-    assert "vocabulary" not in caplog.text
-    (folder / "release" / "tokenizer.json").write_text("{}")
-    assert train.main(["--config", "small.toml"]) == 0
-    assert caplog.text.count("know the vocabulary of the tokenizer in that folder") == 1
-
-
 def losses(folder, name):
     lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]

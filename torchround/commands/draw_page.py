@@ -30,7 +30,9 @@ def main(arguments: list[str]) -> int:
             write_page(options.runs, output)
     except (OSError, ValueError) as error:
         reason: object = error
-        if isinstance(error, FileNotFoundError):
+        if options.output and not output.parent.is_dir():
+            reason = f"{output} cannot be written: there is no such folder"
+        elif isinstance(error, FileNotFoundError):
             reason = f"{error.filename} is not there; legal: folders of runs that logged a step"
         print(f"page: {terminal_safe(reason)}", file=sys.stderr)
         return 2

@@ -179,15 +179,16 @@ class SpikeBounds:
                 window.append(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, JSON-able."""
         return {name: list(window) for name, window in self._values.items() if window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`; an empty one starts anew. A smaller window keeps the newest values."""
+        """Resume from a `state_dict`; an empty one starts anew. A smaller window keeps the newest. Raises `ValueError`."""
         for name, window in self._values.items():
             window.clear()
             if self._factor:
-                window.extend(state.get(name, ()))
+                window.extend(map(float, state.get(name, ())))
+            if not all(map(math.isfinite, window)):
+                raise ValueError(f"a {name} of an earlier step is not finite")
 
     def _bound(self, median: float, window: deque[float]) -> float:
         deviation = statistics.median(abs(value - median) for value in window)
