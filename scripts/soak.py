@@ -36,6 +36,7 @@ from torchround.checkpoint.folders import checkpoint_name
 from torchround.run.early_end import STOP_SIGNALS
 
 STEPS = 12
+SAVED = rf"^saved \S+{checkpoint_name(0).replace('0', '([0-9]+)')} "
 HUNG_AFTER_S = 300.0  # a start takes a second
 MODES: dict[str, tuple[str, ...]] = {
     "sync": (),
@@ -121,7 +122,7 @@ class Soak:
             resumed = re.search(r"^resuming after step (\d+) ", text, re.MULTILINE)
             require(resumed is None or int(resumed[1]) == reached, f"step {reached} was saved before", text)
             before, reached = reached, newest(checkpoints, damaged)
-            announced = [int(step) for step in re.findall(r"^saved \S+step-(\d+) ", text, re.MULTILINE)]
+            announced = [int(step) for step in re.findall(SAVED, text, re.MULTILINE)]
             require(reached >= max([before, *announced]), f"step {reached} is the newest that is left", text)
             yield started.trouble
         require(reached == STEPS, f"the run ends at step {reached}", text)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.hostile_cases import BOMB, DEEP, ESCAPED, TITLE, Case, first, forge_header, judge, renamed_to
+from torchround.checkpoint.folders import is_checkpoint_name
 
 HF = (
     {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -214,4 +215,6 @@ ADAPTERS = {
 def test_hostile_models_tokenizers_templates_and_adapters_are_a_message_and_touch_nothing(processes, tmp_path):
     folders = judge({**MODELS, **TEMPLATES, **TOKENIZERS, **ADAPTERS}, processes, tmp_path)
     later = folders["a template that a later record makes hostile"]
-    assert list(later.rglob("outputs/*/checkpoints/step-*")), "a run that such a record ends is saved"
+    assert any(map(is_checkpoint_name, (path.name for path in later.rglob("outputs/*/checkpoints/*")))), (
+        "a run that such a record ends is saved"
+    )

@@ -41,7 +41,8 @@ def newest(checkpoints):
 
 def announced(child):
     """Return the last step that the run reported as saved."""
-    return max(map(int, re.findall(r"^saved \S+step-(\d+) ", child.text(), re.MULTILINE)), default=0)
+    name = checkpoint_name(0).replace("0", "([0-9]+)")
+    return max(map(int, re.findall(rf"^saved \S+{name} ", child.text(), re.MULTILINE)), default=0)
 
 
 @pytest.mark.parametrize(
