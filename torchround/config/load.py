@@ -24,11 +24,8 @@ else:
     import tomli as tomllib
 
 MOST_BASES = 20
-MOST_BYTES = 2**18
-"""Legal size of a file: another kind of file, given by mistake, may be as large as a disk."""
-
-MOST_DOTS = 500
-"""Legal dots in a line: TOML's parser keeps every beginning of a dotted key, so memory grows with the square of its length."""
+MOST_BYTES = 2**18  # of a file: another kind of file, given by mistake, may be as large as a disk
+MOST_DOTS = 500  # in a line: TOML's parser takes memory that grows with the square of a dotted key's length
 
 
 @dataclass(frozen=True)

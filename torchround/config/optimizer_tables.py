@@ -79,12 +79,7 @@ def table_for(given: Any) -> type[OptimizerTable]:
 
 
 def _checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check the keys with the table of the name. Beside an unknown name no other key is looked at."""
-    if not isinstance(given, dict):
-        return check(given)
-    name = given.get("name", "adamw")
-    is_known = isinstance(name, str) and name in optimizer_tables()
-    return table_for(given).model_validate(given if is_known else {"name": name})
+    return table_for(given).model_validate(given) if isinstance(given, dict) else check(given)
 
 
 ChosenOptimizer = Annotated[SerializeAsAny[OptimizerTable], WrapValidator(_checked)]

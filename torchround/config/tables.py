@@ -9,7 +9,6 @@ from pydantic import Field, JsonValue
 
 from torchround.config.key_types import (
     Beta,
-    Fraction,
     Many,
     Name,
     NonNegativeFloat,
@@ -254,7 +253,7 @@ class LRScheduleTable(Table):
     decay: Literal["none", "linear", "cosine", "wsd"] = "cosine"
     """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over the last fifth."""
 
-    min_lr_factor: Fraction = 0.1
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the decay, as a fraction of `optimizer.lr`. Not used by `none`."""
 
 

@@ -16,8 +16,7 @@ from torchround.config.tables import Config, PlanTable, ShapeTable, SourceTable
 
 logger = logging.getLogger(__name__)
 
-MOST_MISTAKES = 20
-"""Mistakes that one message lists."""
+MOST_MISTAKES = 20  # in one message
 
 GONE_KEYS = {
     "data.max_bad_fraction": 0.01,
@@ -136,7 +135,7 @@ def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
     if kind == "extra_forbidden":
         return _unknown(raw, key, given)
     texts = [re.sub(r"a valid dictionary or instance of \w+", "a table", details["msg"]) for details in same]
-    first, *others = dict.fromkeys(text.removeprefix("Value error, ") for text in texts)
+    first, *others = dict.fromkeys(texts)
     text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     hint = nearest(given, re.findall("'(.*?)'", text)) if isinstance(given, str) else ""
     return f"given {show(given)}; {text[0].lower()}{text[1:]}{hint}"
