@@ -69,7 +69,9 @@ def test_a_base_that_is_not_beside_the_file_is_looked_up_in_configs_as_a_config_
     assert load_config(ours).training.steps == 8
     assert load_config(write(here, "elsewhere/other.toml", 'base = "debug.toml"')).engine.devices == "cpu"
     missing = write(here, "child.toml", 'base = "gone.toml"')
-    assert refusal(missing).startswith(f'{missing}: base: given "gone.toml"')
+    assert refusal(missing).startswith(f"{missing}: base: no such file; looked for ") and "gone.toml" in refusal(
+        missing
+    )
     assert "base: given 3; legal: the path of a TOML file" in refusal(write(here, "child.toml", "base = 3"))
 
 
@@ -85,12 +87,11 @@ def test_a_list_of_sources_and_a_plan_replace_their_base_as_a_whole(tmp_path):
     assert config.engine.plan.rounds is None
 
 
-def test_a_cycle_of_bases_is_shown_as_a_path(tmp_path):
+def test_a_cycle_of_bases_is_refused(tmp_path):
     for name, base in {"a.toml": "b.toml", "b.toml": "c.toml", "c.toml": "a.toml"}.items():
         write(tmp_path, name, f'base = "{base}"')
     message = refusal(tmp_path / "a.toml")
-    assert "\n" not in message and "base: more than 20 files in a chain" in message
-    assert all(f"{tmp_path / name}" in message for name in ("a.toml", "b.toml", "c.toml"))
+    assert "\n" not in message and message.startswith(f"{tmp_path}") and "at most 20 files in a chain" in message
 
 
 def test_a_mistake_in_a_base_names_the_base(tmp_path):

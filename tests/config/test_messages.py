@@ -48,7 +48,6 @@ def message(tmp_path):
         ("training.steps=two", 'training.steps: given "two"; input should be a valid integer'),
         ("training.steps=true", "given true; input should be a valid integer"),
         ("training.steps=9223372036854775808", "less than or equal to 9223372036854775807"),
-        ("training.steps=0x" + "f" * 5000, "given an integer too long to print"),
         ("optimizer.lr=inf", "optimizer.lr: given inf; input should be a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas[1]: missing"),
         ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]: given 2; input should be less than 1"),
@@ -119,7 +118,6 @@ CONFLICTS = [
     ("model.hf_path=folder", "model.flavor model.hf_path debug folder"),
     ("model.flavor=none", "model.flavor model.shape model.hf_path"),
     ("tokenizer.path=folder", "tokenizer.path tokenizer.name folder bytes"),
-    ("data.streams=3", "data.streams training.global_batch_size 3 8"),
     ("engine.delay_correction=predict engine.update=sync", 'engine.delay_correction engine.update "predict" "async"'),
     (BOUNDED, 'engine.update training.clip training.max_norm "bounded" "layer"'),
     (f"{BOUNDED} training.clip=layer training.dtype=float16", 'engine.update training.dtype "float16" "bfloat16"'),
@@ -178,9 +176,9 @@ def test_combinations_at_the_edge_of_what_is_legal_are_accepted_and_load_again_f
 
 
 def test_all_conflicts_of_one_load_are_in_one_message_with_every_source_of_their_keys(message):
-    lines = message(VALID, "--model.hf_path=x", "--data.streams=3").splitlines()
+    lines = message(VALID, "--model.hf_path=x", "--engine.rounds=5").splitlines()
     assert lines[0] == "2 problems in the configuration" and len(lines) == 3
-    assert message(VALID, "--data.streams=3").startswith("command line and run.toml: data.streams")
+    assert message(VALID, "--engine.rounds=5").startswith("command line and run.toml: engine.rounds")
 
 
 def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(message):

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from functools import partial
-from itertools import islice
 
 import datasets
 import pytest
@@ -48,14 +47,6 @@ def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_
     # Padding is not counted as tokens. The text <|bos|> is 1 token, not 7.
     counted = sum(num_tokens(batch, chat_tokenizer.pad_id) for batch in batches)
     assert counted == sum(len(chat_tokenizer.encode(text)) - 4 * 6 for text, _ in found)
-
-
-def test_weight_by_size_visits_every_document_equally_often(make):
-    """The sources have 30 documents each: weights 1, 2, 1 give 15, 30 and 15 of 60 documents."""
-    loader = make(64, 1, weight_by="size", packing="contiguous", shuffle_sequences=0)
-    assert len(list(islice(loader, 150))) == 150
-    drawn = [source["drawn"] for source in loader.state_dict()["position"]["reader"]["sources"]]
-    assert abs(drawn[1] - drawn[0] * 2) <= 2 and abs(drawn[0] - drawn[2]) <= 1 < drawn[0]
 
 
 def test_token_ids_are_used_as_they_are(tmp_path, tokenizer):

@@ -120,13 +120,12 @@ def with_bad(path, bad, count=400):
 def test_more_bad_records_than_the_fraction_allows_stop_the_run(tmp_path, loader_of):
     """12 of 400 records are 3 %; up to 10 in a pass never stop a run."""
     path = with_bad(tmp_path / "x.jsonl", range(0, 120, 10))
-    with pytest.raises(DataError, match=r"line 101: .*11 of 101 records were bad, .* data.max_bad_fraction = 0.01"):
+    with pytest.raises(DataError, match=r"line 101: .*11 of 101 records were bad, .* more than 1%"):
         list(loader_of(path, on_bad_record="skip", shuffle=False, epochs=1))
     few = with_bad(tmp_path / "few.jsonl", {2, 3, 5, 7}, count=8)
-    for file, keys, bad in ((path, {"max_bad_fraction": 0.2, "epochs": 3}, 36), (few, {"epochs": 4}, 16)):
-        loader = loader_of(file, on_bad_record="skip", **keys)
-        list(loader)
-        assert loader.num_bad_records() == bad
+    loader = loader_of(few, on_bad_record="skip", epochs=4)
+    list(loader)
+    assert loader.num_bad_records() == 16
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_the_fraction_stops_at_the_same_record_after_a_resume_and_with_other_wor
     tmp_path, loader_of, stop, workers, packing
 ):
     path = with_bad(tmp_path / "x.jsonl", range(0, 400, 25))
-    make = partial(loader_of, path, on_bad_record="skip", max_bad_fraction=0.03, packing=packing)
+    make = partial(loader_of, path, on_bad_record="skip", packing=packing)
 
     def until_it_stops(loader):
         batches = []

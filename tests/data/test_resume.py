@@ -16,7 +16,7 @@ from torchround.config import SourceTable
 
 FILES = ["notes", "plain", "gzip", "zstd", "parquet", "tokens", "chats"]
 MORE = [{}, {"shuffle_sequences": 0}, {"shuffle_sequences": 5}, {"validation_fraction": 0.3}]
-MORE += [{"weight_by": "size"}, {"loss_on": "all"}]
+MORE += [{"loss_on": "all"}]
 PACKINGS = [("contiguous", "cut"), ("best_fit", "cut"), ("best_fit", "split")]
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

@@ -1,4 +1,4 @@
-"""The effect of `training.dtype`, `engine.grad_dtype` and `engine.accumulate_dtype` on a run built from tables."""
+"""The effect of `training.dtype` and `engine.accumulate_dtype` on a run built from tables."""
 
 import pytest
 import torch
@@ -19,10 +19,7 @@ PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 4, "sync", 1.0, 0.0, 1.0)
         ("float32", {}, "float32", False),
         ("bfloat16", {}, "bfloat16", True),
         ("float16", {}, "float16", False),
-        ("float16", {"grad_dtype": "float32"}, "float32", False),
-        ("float32", {"grad_dtype": "bfloat16"}, "bfloat16", True),
-        ("bfloat16", {"grad_dtype": "float32"}, "float32", False),
-        ("bfloat16", {"grad_dtype": "float32", "accumulate_dtype": "bfloat16"}, "float32", True),
+        ("float32", {"accumulate_dtype": "bfloat16"}, "float32", True),
     ],
     ids=str,
 )

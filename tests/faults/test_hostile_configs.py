@@ -66,7 +66,7 @@ CASES = {
     **{f"{name}, a link": linked(name) for name in ("checkpoints", "trace", "wandb")},
     "a project that climbs": option("--metrics.wandb_project=../x", "metrics.wandb_project"),
     "a secret as a base": Case(secret_base, r"secret: not valid TOML: (?!.*hunter2)"),
-    "itself as a base": Case(small("", 'base = "small.toml"\n'), "more than 20 files in a chain"),
+    "itself as a base": Case(small("", 'base = "small.toml"\n'), "at most 20 files in a chain"),
     "bases without end": Case(many_bases, "base"),
     "a pipe as a base": Case(pipe_base, "no such file"),
     "deep arrays": Case(only(b"a = " + b"[" * 100_000), "nested too deeply|not valid TOML"),

@@ -2,21 +2,29 @@
 
 import itertools
 import signal
+from functools import partial
 
 import pytest
 import torch
 
 from tests.support.small_run import ASYNC, around_forward, before_step, interrupt, small_runs
+from torchround.optim import SpikeBounds
+from torchround.run import engine_parts
 
 __all__ = ["small_runs"]
 
 MICRO_BATCHES = 4
 STEPS = 15
 LONG = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1", "--checkpoint.keep_latest_k=0"]
-SPIKES = ["--training.on_spike=skip", "--training.spike_window=10", *LONG]
+SPIKES = ["--training.on_spike=skip", *LONG]
 nightly = pytest.mark.nightly
 # The first steps have no bound, the next ones run with a window that the interruption went through.
 SPIKE = 13
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch):
+    monkeypatch.setattr(engine_parts, "SpikeBounds", partial(SpikeBounds, window=10))
 
 
 class Steeper(torch.autograd.Function):

@@ -47,7 +47,6 @@ class RandomSetting:
             update=draw.choice(["sync", "async"]),
             rounds=draw.choice([None, None, min(2, -(-batch // micro_batch)), "auto"]),
             recompute=draw.choice(["stage", "layer"]),
-            grad_dtype=draw.choice(["auto", "float32"]),
             accumulate_dtype=draw.choice(["float32", "bfloat16"]),
             compile=False,
         )

@@ -21,7 +21,7 @@ __all__ = ["small_runs"]
 
 KEYS = [
     *("--engine.plan=none", "--engine.rounds=2", "--engine.recompute=layer", "--engine.update=async"),
-    *("--training.dtype=bfloat16", "--engine.grad_dtype=float16", "--engine.accumulate_dtype=bfloat16"),
+    *("--training.dtype=float16", "--engine.accumulate_dtype=bfloat16"),
 ]
 MACHINE = Hardware("cpu", 2, 64 * MIB, 8 * MIB)
 

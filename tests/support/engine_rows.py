@@ -119,9 +119,7 @@ POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": B
 TABLES = {
     **{name: OPTIMIZERS[name.replace("8", " compact")] for name in ("adamw", "adamw8", "muon", "muon8")},
     # Each setting of Muon that is not the default.
-    "muon of others": MuonTable(
-        lr=1e-2, adamw_lr=5e-3, eps=1e-3, momentum=0.5, weight_decay=0.0, nesterov=False, adjust_lr="original"
-    ),
+    "muon of others": MuonTable(lr=1e-2, adamw_lr=5e-3, eps=1e-3, momentum=0.5, weight_decay=0.0),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CUTS = dict(zip(AXES["cut"], PARTITIONS.values(), strict=True))

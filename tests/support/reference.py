@@ -267,15 +267,13 @@ class Reference:
         kept, rest = self.values[name][MOMENTUM], np.float32(1 - table.momentum)
         momentum = (gradient - kept) * rest + kept
         # `Tensor.lerp_` computes from the end that is nearer.
-        ahead = momentum - (momentum - gradient) * rest if table.nesterov else momentum
+        ahead = momentum - (momentum - gradient) * rest
         matrices = torch.from_numpy(ahead).view(-1, *shape[-2:]).bfloat16().to(self.device)
         coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
         found = [_zeropower_via_newtonschulz(matrix, coefficients, 5, 1e-7) for matrix in matrices]
         direction = torch.stack(found).float().cpu().reshape(-1).numpy()
         rows, columns = shape[-2:]
         adjusted = 0.2 * math.sqrt(max(rows, columns))
-        if table.adjust_lr == "original":
-            adjusted = math.sqrt(max(1, rows / columns))
         decay = table.weight_decay if name in self.decayed else 0.0
         weight[:] = weight * one(1 - lr * decay) + direction * one(-lr * adjusted)
         self._keep(name, {MOMENTUM: momentum})

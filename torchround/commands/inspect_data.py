@@ -9,6 +9,7 @@ sequence before, its first token here is the last label there. Long documents ar
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -112,9 +113,9 @@ def print_survey(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
     skipped, even if `data.on_bad_record` is `stop`.
     """
     # One epoch: without a limit the mix never ends. One bad record must not hide the others.
-    data = config.data.model_copy(update={"epochs": 1, "on_bad_record": "skip", "max_bad_fraction": 1.0})
+    data = config.data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
     sources = open_sources(data, tokenizer, vocab_size)
-    reader = Reader(sources, mix_settings(data, sources, config.run.seed))
+    reader = Reader(sources, replace(mix_settings(data, config.run.seed), max_bad_fraction=1.0))
     reader.reset()
     documents, tokens = [0] * len(sources), [0] * len(sources)
     for piece in reader:  # a long document comes in several

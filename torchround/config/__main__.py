@@ -6,11 +6,10 @@ from typing import Any, cast
 
 from pydantic_core import PydanticUndefined
 
-from torchround.config.data_tables import SourceTable
 from torchround.config.errors import show
 from torchround.config.key_types import MAX_INT, Table
 from torchround.config.optimizer_tables import optimizer_tables
-from torchround.config.tables import Config, PlanTable, ShapeTable
+from torchround.config.tables import Config, PlanTable, ShapeTable, SourceTable
 
 PAGE_HEAD = """\
 # Configuration
@@ -34,17 +33,17 @@ TOML is a string. `--print-config` prints the result.
 
 def page() -> str:
     """Write the content of docs/configuration.md: each table, and each of its keys with what is legal and its default."""
-    return PAGE_HEAD + "".join(_sections())
-
-
-def _sections() -> Iterator[str]:
+    text = PAGE_HEAD
     for title, table in _tables():
-        yield f"\n## {title}\n\n{cleandoc(table.__doc__ or '')}\n"
+        text += f"\n## {title}\n\n{cleandoc(table.__doc__ or '')}\n"
         schemas = table.model_json_schema()["properties"]
         for key, info in table.model_fields.items():
             is_set = info.default is not PydanticUndefined and info.default is not None
             default = f" (default {show(info.default)})" if is_set else ""
-            yield f"\n**`{key}`**: {_describe(schemas[key])}{default}\n\n{cleandoc(info.description or '')}\n"
+            text += (
+                f"\n**`{key}`**: {_describe(schemas[key])}{default}\n\n{cleandoc(info.description or '')}\n"
+            )
+    return text
 
 
 def _tables() -> Iterator[tuple[str, type[Table]]]:

@@ -23,24 +23,14 @@ class ConfigError(ValueError):
         super().__init__(terminal_safe(*heading, *lines))
 
 
-def mistake(source: str, key: str, message: str) -> str:
-    """Write one mistake as a line: the file or `COMMAND_LINE`, the dotted key (empty for a whole file), what is legal."""
-    return ": ".join(part for part in (source, key, message) if part)
-
-
 def config_error(source: str, key: str, message: str) -> ConfigError:
-    """Make a `ConfigError` of a single mistake."""
-    return ConfigError([mistake(source, key, message)])
+    """Make a `ConfigError` of one mistake: the file or `COMMAND_LINE`, the dotted key or "", and what is legal."""
+    return ConfigError([": ".join(part for part in (source, key, message) if part)])
 
 
 def show(value: Any) -> str:
     """Write a value on one line of a message, shortened."""
-    try:
-        text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
-    except (
-        ValueError
-    ):  # Python prints no integer of over 4300 digits, but reads one that TOML writes in base 16
-        return "an integer too long to print"
+    text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

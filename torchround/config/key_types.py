@@ -14,7 +14,6 @@ PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 

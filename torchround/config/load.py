@@ -1,8 +1,6 @@
-"""Loads a configuration: the command line, a TOML file, the files it is based on, and overrides.
+"""Loads a configuration: the command line, a TOML file, the files it is based on, and overrides (docs/configuration.md).
 
-`base = "other.toml"` at the top of a file takes that file's keys. The base is looked up beside the file itself and then
-in `configs/`. A key that the file gives replaces the base's whole value, including arrays and inline tables. `run.name`
-is not taken from a base, so that two files never share a run's folder by accident. Overrides come last.
+`run.name` is not taken from a base, so that two files never share a run's folder by accident.
 """
 
 import argparse
@@ -25,37 +23,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-USAGE = """\
-usage: python train.py --config NAME.toml [--table.key VALUE ...]
-
-  --config NAME.toml   the run; looked up as given, then in configs/
-  --table.key VALUE    any key of a config, for example --training.steps 20; VALUE is TOML, a bare word is a string
-  --print-config       print the resolved configuration as TOML, then stop
-  --dry-run            print the plan and the memory it needs, then stop (--print-config: and the configuration)
-  --help               print this text; `python -m torchround.config` prints every key
-"""
-
 MOST_BASES = 20
-MOST_BYTES = 2**18
-"""Legal size of a file: another kind of file, given by mistake, may be as large as a disk."""
-
-MOST_DOTS = 500
-"""Legal dots in a line: TOML's parser keeps every beginning of a dotted key, so memory grows with the square of its length."""
+MOST_BYTES = 2**18  # of a file: another kind of file, given by mistake, may be as large as a disk
+MOST_DOTS = 500  # in a line: TOML's parser takes memory that grows with the square of a dotted key's length
 
 
 @dataclass(frozen=True)
 class Options:
-    """The parsed command line."""
+    """The parsed command line. `raw` knows the source of each key, for messages."""
 
     config: Config
     raw: RawConfig
-    """The tables before they were checked, for the source of each key in a message."""
-
     print_config: bool = False
-    """Print the resolved config as TOML, then stop."""
-
     dry_run: bool = False
-    """Print the plan and the memory it needs, then stop; with `print_config` the resolved config first."""
 
     def error(self, key: str, message: str) -> ConfigError:
         """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""
@@ -73,28 +53,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_command_line(arguments: Sequence[str]) -> Options:
-    """Parse `sys.argv[1:]`. Raises `ConfigError`. `--help` prints the usage and exits with code 0."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[])
-    for switch in (("--print-config",), ("--dry-run",), ("--help", "-h")):
-        parser.add_argument(*switch, action="store_true")
+    """Parse `sys.argv[1:]`. Raises `ConfigError`. `--help` prints the flags and exits with code 0."""
+    parser = _Parser(
+        usage="python train.py --config NAME.toml [--print-config] [--dry-run] [--table.key VALUE ...]",
+        epilog="--table.key VALUE gives any key of a config, for example --training.steps 20. VALUE is TOML; a bare "
+        "word is a string. `python -m torchround.config` prints every key.",
+        allow_abbrev=False,
+    )
+    file_help = "the run; looked up as given, then in configs/"
+    parser.add_argument("--config", metavar="NAME.toml", required=True, help=file_help)
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration, then stop"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan and the memory it needs, then stop"
+    )
     options, rest = parser.parse_known_args(arguments)
-    if options.help:
-        print(USAGE)
-        raise SystemExit(0)
-    overrides = list(parse_overrides(rest))
-    if len(options.config) != 1:
-        given = f"{len(options.config)} configurations are given" if options.config else "no configuration"
-        raise config_error(COMMAND_LINE, "", f"{given}; write --config NAME.toml once")
-    checked = with_overrides(read_config(options.config[0]), overrides)
+    checked = with_overrides(read_config(options.config), parse_overrides(rest))
     return replace(checked, print_config=options.print_config, dry_run=options.dry_run)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load, merge and check a run's configuration.
+    """Load, merge and check the file that `find_config` finds. Raises `ConfigError` with every mistake.
 
     `overrides` are written as on the command line: `["--training.steps", "20", "--engine.update=sync"]`.
-    `find_config` looks `path` up. Raises `ConfigError` with every mistake.
     """
     return with_overrides(read_config(path), parse_overrides(overrides)).config
 
@@ -113,9 +95,6 @@ def users_module(name: str) -> ModuleType:
     return import_module(name)
 
 
-# Files.
-
-
 def with_overrides(raw: RawConfig, overrides: Iterable[tuple[str, Any]]) -> Options:
     """Put the values of dotted keys into the tables, and check them. Raises `ConfigError` with every mistake."""
     for key, value in overrides:
@@ -127,7 +106,7 @@ def read_config(path: str | Path) -> RawConfig:
     """Read and merge the tables without checking them, with the source of each key."""
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
-    _merge_file(raw, file, chain=[])
+    _merge_file(raw, file)
     # Before the overrides, so that `--run.name` wins over the file's name.
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):
@@ -136,33 +115,25 @@ def read_config(path: str | Path) -> RawConfig:
 
 
 def find_config(name: str | Path, named_by: Path | None = None) -> Path:
-    """Find the file as given, otherwise in `configs/` of the working directory, otherwise in the clone's `configs/`.
-
-    A base is looked up beside the file that it is `named_by` instead of in the working directory.
-    """
+    """Find the file in the working directory (a base: beside the file that it is `named_by`), otherwise in `configs/`."""
     folder = named_by.parent if named_by else Path()
     tried = [each / name for each in (folder, Path("configs"), Path(__file__).parents[2] / "configs")]
     for file in tried:
         if file.is_file():
             return file
-    looked = f"no such file; looked for {', '.join(dict.fromkeys(map(str, tried)))}"
-    if named_by:
-        raise config_error(str(named_by), "base", f"given {show(str(name))}: {looked}")
-    raise config_error(str(name), "", looked)
+    message = f"no such file; looked for {', '.join(dict.fromkeys(map(str, tried)))}"
+    raise config_error(str(named_by), "base", message) if named_by else config_error(str(name), "", message)
 
 
-def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
-    """Merge the file's base, then the file. `chain` holds the files that led here."""
-    data, chain = _read_toml(file), [*chain, file]
+def _merge_file(raw: RawConfig, file: Path, num_before: int = 0) -> None:
+    """Merge the file's base, then the file, which is the base of `num_before` others."""
+    data = _read_toml(file)
     if (base := data.pop("base", None)) is not None:
-        if not isinstance(base, str):
-            raise config_error(str(file), "base", f"given {show(base)}; legal: the path of a TOML file")
-        if len(chain) > MOST_BASES:
-            path = " -> ".join(map(str, chain[-4:]))
-            raise config_error(str(file), "base", f"more than {MOST_BASES} files in a chain: .. -> {path}")
-        _merge_file(raw, find_config(base, file), chain)
-    is_base = len(chain) > 1
-    if is_base and isinstance(data.get("run"), dict):
+        if not isinstance(base, str) or num_before == MOST_BASES:
+            legal = f"legal: the path of a TOML file, and at most {MOST_BASES} files in a chain"
+            raise config_error(str(file), "base", f"given {show(base)}; {legal}")
+        _merge_file(raw, find_config(base, file), num_before + 1)
+    if num_before and isinstance(data.get("run"), dict):
         data["run"].pop("name", None)
     for name, table in data.items():
         raw.sources[name] = str(file)
@@ -188,14 +159,10 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise config_error(str(file), "", f"not valid TOML: {error}{quotes}") from None
 
 
-# Overrides: `--table.key value` and `--table.key=value`. A value is read as TOML (`20`, `true`, `[1, 2]`,
-# `'[{path = "x"}]'`); a bare word that is not TOML is a string.
-
-
 def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Parse arguments into dotted keys and values.
+    """Parse `--table.key value` and `--table.key=value` into dotted keys and values.
 
-    Raises `ConfigError` for an argument that is not an override, has no value, or holds broken TOML.
+    A value is TOML (`20`, `true`, `[1, 2]`, `'[{path = "x"}]'`), otherwise a string. Raises `ConfigError`.
     """
     rest = list(arguments)
     while rest:
@@ -205,9 +172,9 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             has_value, value = "=", rest.pop(0)
         key = flag.removeprefix("--")
         if not flag.startswith("--") or "." not in key or not all(key.split(".")):
-            known = [f"--{table}.{name}" for table, names in all_keys().items() for name in names]
-            same = [each for each in known if each.endswith(f".{key.rpartition('.')[2]}")]
-            hint = f"; nearest: {', '.join(same)}" if same else nearest(flag, ["--config", *known])
+            names = [f"--{table}.{name}" for table, keys in all_keys().items() for name in keys]
+            same = [name for name in names if name.endswith(f".{key.rpartition('.')[2]}")]
+            hint = f"; nearest: {', '.join(same)}" if same else nearest(flag, ["--config", *names])
             legal = "legal: --config NAME.toml, --print-config, --dry-run, --help, --table.key VALUE"
             raise config_error(COMMAND_LINE, "", f"unexpected argument {flag}; {legal}{hint}")
         if not has_value:

@@ -52,18 +52,10 @@ class MuonTable(OptimizerTable):
     updates_by_layer = False
 
     name: Literal["muon"] = "muon"
-    """Optimizer, which decides the other keys that are legal here. `muon`: Muon for the matrices of all layers but the first
-    and the last, each expert a matrix of its own; AdamW for the others."""
+    """Optimizer, which decides the other keys that are legal here. `muon`: each expert is a matrix of its own."""
 
     momentum: Beta = 0.95
     """Decay rate of Muon's momentum."""
-
-    nesterov: bool = True
-    """Whether the orthogonalised matrix is the momentum after one more step along the gradient."""
-
-    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """What a matrix's shape multiplies its learning rate by. `match_rms_adamw`: 0.2 * sqrt(max(rows, columns)), so that steps
-    are as large as AdamW's and its learning rates fit. `original`: sqrt(max(1, rows / columns))."""
 
     adamw_lr: PositiveFloat | None = None
     """Peak learning rate of the parameters that AdamW updates. The schedule is the same. Default: `lr`."""
@@ -87,12 +79,7 @@ def table_for(given: Any) -> type[OptimizerTable]:
 
 
 def _checked(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check the keys with the table of the name. Beside an unknown name no other key is looked at."""
-    if not isinstance(given, dict):
-        return check(given)
-    name = given.get("name", "adamw")
-    is_known = isinstance(name, str) and name in optimizer_tables()
-    return table_for(given).model_validate(given if is_known else {"name": name})
+    return table_for(given).model_validate(given) if isinstance(given, dict) else check(given)
 
 
 ChosenOptimizer = Annotated[SerializeAsAny[OptimizerTable], WrapValidator(_checked)]

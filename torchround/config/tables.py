@@ -5,12 +5,10 @@ Each key's docstring says its meaning, unit and cost. Paths are relative to the 
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
-from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.key_types import (
     Beta,
-    Fraction,
     Many,
     Name,
     NonNegativeFloat,
@@ -43,10 +41,7 @@ class RunTable(Table):
 
 class ShapeTable(Table):
     """Sizes of a model of one's own, which begins at random. With `model.flavor` they replace the flavor's. Alone they need
-    `num_layers`, `hidden_size`, `num_heads` and `ffn_size`; what else is missing is as in the family's models.
-
-    `config.json` of an export holds them under Hugging Face's names. A run cannot be resumed with another shape.
-    """
+    `num_layers`, `hidden_size`, `num_heads` and `ffn_size`. A run cannot be resumed with another shape."""
 
     num_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Blocks."""
@@ -98,8 +93,7 @@ class ModelTable(Table):
     """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
-    """Model family, a package of `models/` (for example `llama3`), or `transformers`: a decoder that the package of that name
-    defines, from the folder `hf_path`. Required."""
+    """Family, a package of `models/` such as `llama3`, or `transformers`: its decoder in the folder `hf_path`. Required."""
 
     module: Name | None = None
     """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md)."""
@@ -114,12 +108,100 @@ class ModelTable(Table):
     """Local folder in Hugging Face format with `config.json`, safetensors files and usually the tokenizer."""
 
 
+class TokenizerTable(Table):
+    """The tokenizer. Default: the one in `model.hf_path`."""
+
+    path: Name | None = None
+    """Tokenizer file (a byte-level BPE tokenizer.json), or a folder that holds one. Default: `model.hf_path`."""
+
+    name: Literal["bytes"] | None = None
+    """Built-in tokenizer. `bytes`: one token per UTF-8 byte, plus special ones. It needs no file."""
+
+    chat_template: Name | None = None
+    """File with the Jinja template that turns a conversation into text. Default: the one beside the tokenizer."""
+
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Further variables for chat templates, for example `{ enable_thinking = false }`."""
+
+
+class SourceTable(Table):
+    """One source of documents, an element of `data.sources` or `validation.sources`."""
+
+    path: Name
+    """A file, a glob (`corpus/**/*.jsonl`), or `python-stdlib`, the source files of Python's standard library. With `format =
+    "dataset"`, a folder or a name that the package datasets loads. Required."""
+
+    format: Literal["auto", "text", "json", "jsonl", "parquet", "dataset"] = "auto"
+    """`text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one object per line,
+    compressed if the name ends in `.gz` or `.zst`. `auto`: by the ending of each name, otherwise `text`."""
+
+    module: Name | None = None
+    """Python module of your own that reads the files: `read(path)` yields a table of fields for each record (docs/data.md)."""
+
+    content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
+    """`text`: a string. `messages`: a list of `{role, content}` or of `{from, value}` (ShareGPT), with optional fields `tools`
+    and `system`. `alpaca`: `instruction`, `input` and `output`. `prompt_completion`: `prompt` (or `question`) and `completion`
+    (or `response`, `answer`), strings or lists of messages. `tokens`: a list of token ids."""
+
+    field: Name | None = None
+    """Field of each record that holds the content. Default: `text`, `messages` (or `conversations`) or `tokens`."""
+
+    weight: PositiveFloat = 1.0
+    """Share of documents drawn from this source, relative to the other sources' weights."""
+
+    special_tokens: bool = False
+    """Whether names of special tokens in text (`<|im_start|>`) are tokens, as in conversations that a template has written."""
+
+    split: Name = "train"
+    """Split of a dataset. Only read with `format = "dataset"`."""
+
+    subset: Name | None = None
+    """Named configuration of a dataset that has several. Only read with `format = "dataset"`."""
+
+
+class DataTable(Table):
+    """The training data. Documents are packed to `training.seq_len` tokens. Attention stays inside each document."""
+
+    sources: Annotated[Many[SourceTable], Field(min_length=1)]
+    """Array of sources, each a table as below. Required."""
+
+    shuffle: bool = True
+    """Visit the documents in a new random order each epoch, fixed by `run.seed`. Compressed files, parquet files and datasets
+    are shuffled by parts, and in each part by blocks of up to 8192 records."""
+
+    shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
+    """Packed sequences of a window that are put into a random order, which spreads a long document over many batches. `auto`:
+    about 16 Mi tokens (9 bytes of host memory each), at most 4096 sequences; 0 if documents stay whole or `shuffle` is off."""
+
+    epochs: PositiveInt | None = None
+    """Passes over each source, after which the run ends. Default: sources start over until `training.steps` is reached."""
+
+    packing: Literal["auto", "contiguous", "best_fit"] = "auto"
+    """`contiguous`: documents end to end, cut every `training.seq_len` tokens. `best_fit`: whole documents, combined with
+    little padding. `auto`: `best_fit` if a source holds conversations, otherwise `contiguous`."""
+
+    long_documents: Literal["cut", "split"] = "cut"
+    """Documents longer than a sequence in `best_fit`. `cut`: keep the beginning. `split`: keep all, in parts of their own."""
+
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of a conversation that the loss counts: the assistant's turns, each with the token that ends it, or all."""
+
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    """Reaction to a record that cannot be used. `stop`: the run ends after a checkpoint. `skip`: it is left out and named, until
+    more than 1 % of a source's records are bad and more than 10 in each pass. A damaged file always ends the run."""
+
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the documents, with all their copies, held out from training for `validation` without sources."""
+
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Threads that read and tokenise ahead of the training loop, or 0. The order of the data does not depend on it."""
+
+
 class TrainingTable(Table):
     """The length of the run, its batches, its number format, and its reaction to bad steps."""
 
     steps: PositiveInt | None = None
-    """Optimizer steps of the whole run, resumed parts included. Default: those of `data.epochs`, counted by one reading of the
-    data at the start; 1000 without `data.epochs`."""
+    """Optimizer steps of the whole run, resumed parts included. Default: those of `data.epochs`, counted first, or 1000."""
 
     seq_len: PositiveInt = 2048
     """Tokens per packed sequence. Activation memory grows linearly with it, attention time quadratically."""
@@ -132,33 +214,25 @@ class TrainingTable(Table):
     for activations grows linearly with it. Fewer micro-batches make larger pipeline bubbles."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Number format of activations and of the weights that devices compute with; the optimizer has all bits of float32.
+    """Number format of activations, of gradients, and of the weights that devices compute with; the optimizer has float32.
     `float32` doubles device memory and transfers. `float16`, for GPUs without bfloat16, scales the loss."""
 
     fp16_accumulation: bool = False
-    """Whether matrix products of `float16` add up in float16: up to twice as fast on GeForce cards, with more overflows and
-    less accuracy. Needs an NVIDIA GPU."""
+    """Whether matrix products of `float16` add up in float16: up to twice as fast on GeForce cards, but less accurate."""
 
     deterministic: bool = False
-    """Whether GPUs add up in a fixed order, for the same bits on cards of one kind and the same versions of all packages. It
-    costs time and memory in attention's backward."""
+    """Whether GPUs add up in a fixed order, for the same bits on cards of one kind. It slows attention's backward."""
 
     max_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping. With Muon: of AdamW's part."""
 
     clip: Literal["global", "layer"] = "global"
-    """The norm that `max_norm` bounds. `global`: of the whole gradient. `layer`: of each layer's, by `max_norm` times the root
-    of its share of the trained parameters."""
+    """`max_norm` bounds the norm of the whole gradient, or of each layer's, times the root of its share of the parameters."""
 
     on_spike: Literal["off", "skip", "stop"] = "off"
-    """Reaction to a loss or gradient norm (in `bounded` the loss alone) far above those of earlier steps. `skip`: no update.
-    `stop`: also, the run ends with exit code 1 after a checkpoint. Updates that are not finite are always left out."""
-
-    spike_factor: PositiveFloat = 10.0
-    """A spike is more than this many median absolute deviations above the median of the last `spike_window` good steps."""
-
-    spike_window: Annotated[int, Field(ge=10, le=1000)] = 100
-    """Good steps that a spike is compared with; before that many, no step is a spike."""
+    """Reaction to a loss or gradient norm (in `bounded` the loss alone) of more than 10 median absolute deviations above the
+    median of the last 100 good steps. `skip`: no update. `stop`: also, the run ends with exit code 1 after a checkpoint.
+    Updates that are not finite are always left out."""
 
     max_skipped_steps: PositiveInt = 10
     """Bad steps in a row (spikes, or not finite) after which the run ends with exit code 1, a diagnosis and a checkpoint."""
@@ -179,7 +253,7 @@ class LRScheduleTable(Table):
     decay: Literal["none", "linear", "cosine", "wsd"] = "cosine"
     """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over the last fifth."""
 
-    min_lr_factor: Fraction = 0.1
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the decay, as a fraction of `optimizer.lr`. Not used by `none`."""
 
 
@@ -211,9 +285,6 @@ class MachinesTable(Table):
 
     timeout_s: PositiveFloat = 60.0
     """Seconds without a sign of life from a machine after which all others end with a message that names it."""
-
-    connections: Annotated[int, Field(ge=1, le=16)] = 4
-    """Connections between each two machines that carry gradients and weights. One connection carries 15 to 19 Gb/s at most."""
 
     share_host: bool = False
     """Whether several processes may run on one host, each as a machine with a share of it, for tests."""
@@ -253,8 +324,7 @@ class ValidationTable(Table):
     """Validations in a row without a lower loss after which the run ends with exit code 0. 0 never ends it early."""
 
     prompts: Many[Name] = ()
-    """Texts that each validation continues, with the likeliest token each time. If a source holds conversations, each is a
-    user's message. Each token takes a forward pass of the model."""
+    """Texts, or with conversations user's messages, that each validation continues. Each token takes a forward pass."""
 
     prompt_tokens: PositiveInt = 64
     """Most tokens of a continuation. A token that ends a document or a turn ends it earlier."""
@@ -314,10 +384,7 @@ KeptPart = Literal["qkv", "attention", "output", "gate_up", "down"]
 
 
 class PlanTable(Table):
-    """A partition given by hand: how many layers each stage holds, in dispatch order.
-
-    `sum(forward) + fused = sum(backward) + fused` = layers of the model, embedding and head included.
-    """
+    """A partition by hand: the layers of each stage. Either way they add up to the model's, embedding and head included."""
 
     forward: Many[PositiveInt]
     """Layers of each forward stage, from the first layer on. Required, but may be empty."""
@@ -359,8 +426,8 @@ class EngineTable(Table):
     `async` and `bounded` take 2 bytes more host memory per trained parameter."""
 
     stale_layers: NonNegativeInt | Literal["auto"] = "auto"
-    """Layers of `bounded`, from the first one on, whose forward uses older weights. Losses depend on it. `auto`: the fewest
-    with which steps are not longer, chosen at a run's first start."""
+    """First layers whose forward uses older weights in `bounded`. `auto`: the fewest with which steps are not longer, chosen
+    at a run's first start. Losses depend on it."""
 
     delay_correction: Literal["auto", "none", "predict"] = "auto"
     """`predict`: devices compute in `async` with weights one update ahead along the last one (AdamW's moments), 2 bytes of host
@@ -372,21 +439,13 @@ class EngineTable(Table):
     per trained parameter), which changes the last bits of a loss. `auto`: as planned at the first start. Default: 1."""
 
     recompute: Literal["stage", "layer"] = "stage"
-    """Activations of one micro-batch that a backward stage keeps on the device at once. `layer`: of one layer instead of all,
-    which takes less device memory and one more forward pass of the stage."""
+    """Activations that a backward stage keeps at once. `layer`: of one layer, for one more forward pass of the stage."""
 
     keep_activations: Literal["auto", "none", "attention", "half", "all"] | Many[KeptPart] = "auto"
     """Results that forward stages keep in host memory for backward stages; losses do not depend on it. `all`: all parts of
     every block. `half`: of every other block. An array of parts, or `attention`: these of every block. Parts: `qkv`,
     `attention` (its kernel), `output` (the product after it), `gate_up`, `down`. A compiled layer keeps all or nothing. `auto`:
-    what shortens steps by more than `slower_for_memory` and fits; nothing on virtual devices and on a card of unknown speed."""
-
-    slower_for_memory: Fraction = 0.01
-    """Share of a step by which a plan may be slower than the fastest one if it needs less host memory."""
-
-    grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes more
-    host memory per trained parameter and doubles the download."""
+    what shortens steps by more than 1 % and fits; nothing on virtual devices and on a card of unknown speed."""
 
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format in which a device adds up the gradients of a round. `bfloat16` takes half, but loses small parts."""

@@ -9,23 +9,27 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchround.config.data_tables import SourceTable
-from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
+from torchround.config.errors import ConfigError, nearest, show
 from torchround.config.key_types import Table
 from torchround.config.optimizer_tables import optimizer_tables, table_for
-from torchround.config.tables import Config, PlanTable, ShapeTable
+from torchround.config.tables import Config, PlanTable, ShapeTable, SourceTable
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_STEPS = 1000
-"""`training.steps` of a run with neither steps nor `data.epochs`."""
-
-MOST_MISTAKES = 20
-"""Mistakes that one message lists."""
+MOST_MISTAKES = 20  # in one message
 
 GONE_KEYS = {
+    "data.max_bad_fraction": 0.01,
     "data.streams": 1,
+    "data.weight_by": "source",
+    "engine.grad_dtype": "auto",
+    "engine.slower_for_memory": 0.01,
     "machines.checkpoints": "shared",
+    "machines.connections": 4,
+    "optimizer.adjust_lr": "match_rms_adamw",
+    "optimizer.nesterov": True,
+    "training.spike_factor": 10.0,
+    "training.spike_window": 100,
 }
 """Keys of earlier releases, and their defaults. The config that each run saved gives them all."""
 
@@ -40,15 +44,14 @@ INNER_TABLES: dict[str, type[Table]] = {
 
 @dataclass
 class RawConfig:
-    """Unchecked tables, after inheritance and overrides, with the source of each key."""
+    """Unchecked tables, after inheritance and overrides. `sources` has the file, or `COMMAND_LINE`, of each `table.key`.
+
+    Messages name `main_source`, the file given with `--config`, for a missing key.
+    """
 
     main_source: str
-    """The file given with `--config`. Messages name it for a missing key."""
-
     tables: dict[str, Any] = field(default_factory=dict)
-
     sources: dict[str, str] = field(default_factory=dict)
-    """`table.key` -> the file, or `COMMAND_LINE`, that gave its value."""
 
     def source_of(self, key: str) -> str:
         """Return the source of a key such as `data.sources[0].path`, or of the nearest key around it."""
@@ -66,7 +69,7 @@ def validate(raw: RawConfig) -> Config:
     except ValidationError as error:
         raise ConfigError(_mistakes(raw, given, error)) from None
     if config.training.steps is None and config.data.epochs is None:
-        config = config.with_steps(DEFAULT_STEPS)
+        config = config.with_steps(1000)
     # Only values of the right types can be compared with each other.
     conflicts = [_conflict(raw, config, keys.split(), legal) for keys, legal in _conflicts(config)]
     if conflicts:
@@ -75,16 +78,14 @@ def validate(raw: RawConfig) -> Config:
 
 
 def _without_gone_keys(raw: RawConfig) -> dict[str, Any]:
-    """Return the tables as this release knows them. What a command line gives stays, and is refused."""
     tables = dict(raw.tables)
     for name, default in GONE_KEYS.items():
-        table, _, key = name.partition(".")
-        if not isinstance(tables.get(table), dict) or raw.source_of(name) == COMMAND_LINE:
-            continue
-        tables[table] = dict(tables[table])
-        if (value := tables[table].pop(key, default)) != default:
-            text = "%s: %s is no longer a key; its value %s is not used"
-            logger.warning(text, raw.source_of(name), name, show(value))
+        table, key = name.split(".")
+        if isinstance(tables.get(table), dict) and key in tables[table]:
+            tables[table] = dict(tables[table])
+            if (value := tables[table].pop(key)) != default:
+                text = "%s: %s is no longer a key; its value %s is not used"
+                logger.warning(text, raw.source_of(name), name, show(value))
     return tables
 
 
@@ -95,7 +96,7 @@ def _conflict(raw: RawConfig, config: Config, keys: list[str], legal: str) -> st
     values = [tables[table].get(key) for table, _, key in (key.partition(".") for key in keys)]
     shown = " and ".join("nothing" if value in (None, ()) else show(value) for value in values)
     source = " and ".join(sources) or raw.main_source
-    return mistake(source, ", ".join(keys), f"given {shown}; legal: {legal}")
+    return f"{source}: {', '.join(keys)}: given {shown}; legal: {legal}"
 
 
 def _mistakes(raw: RawConfig, given: dict[str, Any], error: ValidationError) -> Iterator[str]:
@@ -107,7 +108,7 @@ def _mistakes(raw: RawConfig, given: dict[str, Any], error: ValidationError) -> 
     for key, same in by_key.items():
         # It also reports the table around a wrong key.
         if not any(other.startswith(f"{key}.") for other in by_key):
-            yield mistake(raw.source_of(key), key, _message(raw, key, same))
+            yield f"{raw.source_of(key)}: {key}: {_message(raw, key, same)}"
     if len(found) > MOST_MISTAKES:
         yield f"and {len(found) - MOST_MISTAKES} more"
 
@@ -134,7 +135,7 @@ def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
     if kind == "extra_forbidden":
         return _unknown(raw, key, given)
     texts = [re.sub(r"a valid dictionary or instance of \w+", "a table", details["msg"]) for details in same]
-    first, *others = dict.fromkeys(text.removeprefix("Value error, ") for text in texts)
+    first, *others = dict.fromkeys(texts)
     text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     hint = nearest(given, re.findall("'(.*?)'", text)) if isinstance(given, str) else ""
     return f"given {show(given)}; {text[0].lower()}{text[1:]}{hint}"
@@ -163,17 +164,12 @@ def all_keys() -> dict[str, tuple[str, ...]]:
     return keys | {"optimizer": tuple(dict.fromkeys(every_optimizer))}
 
 
-# What tables, each legal by itself, demand of each other. No file is opened, and no device or model is needed. Each check
-# yields the keys, with spaces between them, and what is legal.
-
-
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    for check in (_model, _training, _update, _validation):
-        yield from check(config)
+    """Check what tables, each legal by itself, demand of each other: yield the keys, and what is legal.
 
-
-def _model(config: Config) -> Iterator[tuple[str, str]]:
-    model, tokenizer, lora = config.model, config.tokenizer, config.lora
+    No file is opened, and no device or model is needed.
+    """
+    model, tokenizer, training, lora = config.model, config.tokenizer, config.training, config.lora
     clears = 'one of them ("none" clears a key that a base file set)'
     if model.flavor is None and model.shape is None and model.hf_path is None:
         yield "model.flavor model.shape model.hf_path", 'one of them, for example flavor = "debug"'
@@ -182,30 +178,30 @@ def _model(config: Config) -> Iterator[tuple[str, str]]:
             yield f"model.{key} model.hf_path", clears
     if tokenizer.path is not None and tokenizer.name is not None:
         yield "tokenizer.path tokenizer.name", clears
-    for key, wanted in (("map_base", "a folder with the base's files"), ("path", "the base of the adapters")):
+    for key in ("map_base", "path"):
         if getattr(lora, key) and lora.rank == 0:
             yield f"lora.{key} lora.rank", "a rank above 0, which trains adapters"
         elif getattr(lora, key) and model.hf_path is None:
-            yield f"lora.{key} model.hf_path", wanted
+            yield f"lora.{key} model.hf_path", "the folder of the model that the adapters belong to"
     if config.checkpoint.export == "adapters" and lora.rank == 0:
         yield "checkpoint.export lora.rank", '"weights" if no adapters are trained'
     if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:
         yield "checkpoint.load checkpoint.load_path", "the folder of the checkpoint that holds them"
-
-
-def _training(config: Config) -> Iterator[tuple[str, str]]:
-    training, warmup = config.training, config.lr_schedule.warmup_steps
-    if training.fp16_accumulation and training.dtype != "float16":
-        yield "training.fp16_accumulation training.dtype", 'true with "float16"'
     # Steps that data.epochs make are checked once they are counted.
-    if training.steps is not None and warmup >= training.steps:
-        yield (
-            "lr_schedule.warmup_steps training.steps",
-            f"a warm-up of at most steps - 1 = {training.steps - 1}",
-        )
+    if training.steps is not None and config.lr_schedule.warmup_steps >= training.steps:
+        yield "lr_schedule.warmup_steps training.steps", f"a warm-up of at most {training.steps - 1} steps"
+    validation = config.validation
+    if validation.interval_steps and not validation.sources and not config.data.validation_fraction:
+        legal = "at least one source, or a data.validation_fraction above 0, or an interval of 0 for off"
+        yield "validation.interval_steps validation.sources data.validation_fraction", legal
+    for key in ("keep_best", "patience", "prompts"):
+        if getattr(validation, key) and not validation.interval_steps:
+            legal = "an interval above 0, which switches validation on"
+            yield f"validation.{key} validation.interval_steps", legal
+    yield from _update_conflicts(config)
 
 
-def _update(config: Config) -> Iterator[tuple[str, str]]:
+def _update_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     engine, training, optimizer = config.engine, config.training, config.optimizer
     plan = engine.plan if isinstance(engine.plan, PlanTable) else None
     for key, rounds in (("engine.rounds", engine.rounds), ("engine.plan", plan and plan.rounds)):
@@ -214,38 +210,19 @@ def _update(config: Config) -> Iterator[tuple[str, str]]:
             yield f"{key} training.global_batch_size training.micro_batch_size", legal
         if isinstance(rounds, int) and rounds > 1 and engine.update == "bounded":
             yield f"{key} engine.update", "1 round, because the first gradients would wait for the last round"
-    if engine.delay_correction == "predict":
-        if engine.update != "async":
-            yield (
-                "engine.delay_correction engine.update",
-                '"auto" or "none", or update = "async", which has the delay',
-            )
-        elif not optimizer.can_predict:
-            legal = '"auto" or "none", because the state of this optimizer does not tell its next step'
-            yield "engine.delay_correction optimizer.name", legal
+    if engine.delay_correction == "predict" and engine.update != "async":
+        legal = '"auto" or "none", or update = "async", which has the delay'
+        yield "engine.delay_correction engine.update", legal
+    elif engine.delay_correction == "predict" and not optimizer.can_predict:
+        legal = '"auto" or "none", because the state of this optimizer does not tell its next step'
+        yield "engine.delay_correction optimizer.name", legal
     if engine.update != "bounded":
         return
     if training.dtype == "float16":
         yield "engine.update training.dtype", '"bfloat16" or "float32": overflows of float16 skip whole steps'
     if training.max_norm and training.clip == "global":
-        yield (
-            "engine.update training.clip training.max_norm",
-            'training.clip = "layer", or training.max_norm = 0',
-        )
+        legal = 'training.clip = "layer", or training.max_norm = 0'
+        yield "engine.update training.clip training.max_norm", legal
     if not optimizer.updates_by_layer:
         legal = '"sync" or "async": updates of this optimizer need the devices, which would wait for each gradient'
         yield "engine.update optimizer.name", legal
-
-
-def _validation(config: Config) -> Iterator[tuple[str, str]]:
-    table = config.validation
-    is_on = table.interval_steps > 0
-    if is_on and not table.sources and not config.data.validation_fraction:
-        legal = "at least one source, or a data.validation_fraction above 0, or an interval of 0 for off"
-        yield "validation.interval_steps validation.sources data.validation_fraction", legal
-    for key in ("keep_best", "patience", "prompts"):
-        if getattr(table, key) and not is_on:
-            yield (
-                f"validation.{key} validation.interval_steps",
-                "an interval above 0, which switches validation on",
-            )

@@ -92,7 +92,7 @@ class Loader(Iterator[MicroBatch]):
         self._copies_apart = copies_apart
         # Opened here and not with the first batch, so that a missing source is an error as soon as the run starts.
         self._sources = open_sources(data, tokenizer, vocab_size)
-        self._mix = mix_settings(data, self._sources, seed, validation)
+        self._mix = mix_settings(data, seed, validation)
         self._position: Any = None  # after the last batch handed out; None is the beginning
         self._tokenising: Tokenising | None = None
         self._nodes: BaseNode[MicroBatch | DataError] | None = None
@@ -129,7 +129,7 @@ class Loader(Iterator[MicroBatch]):
         sequences: BestFitPacker | ContiguousPacker | SequenceShuffler
         if packs_whole_documents(data):
             # Asked for only here: to count the records of small archives, they are read.
-            counts = [each.quick_count() for each in self._sources] if self._copies_apart else []
+            counts = [each.count() for each in self._sources] if self._copies_apart else []
             sequences = BestFitPacker(self._tokenising, seq_len, pad_id, data.long_documents, counts)
         else:
             sequences = ContiguousPacker(self._tokenising, seq_len, pad_id)
@@ -208,7 +208,7 @@ class Loader(Iterator[MicroBatch]):
             "tokenizer": f"{self._tokenizer.name} with {self._tokenizer.vocab_size} tokens",
             "sources": self._fingerprints,
             "weights": [table.weight for table in self._data.sources],
-            "weight_by": self._data.weight_by,
+            "weight_by": "source",  # in positions since the first release
             "validation_fraction": self._data.validation_fraction,
             "packing": "best_fit" if packs_whole else "contiguous",
         }
@@ -242,21 +242,14 @@ def _plain(state: Any) -> Any:
     return state
 
 
-def mix_settings(
-    data: DataTable, sources: Sequence[Source], seed: int, validation: bool = False
-) -> MixSettings:
-    """Return the settings that fix the order of documents. Raises `DataError` if a source's size is needed and unknown."""
-    weights = [table.weight for table in data.sources]
-    if data.weight_by == "size":
-        # Counted here and not by the reader: counting may read whole archives, which should happen once at the start.
-        weights = [weight * source.count() for weight, source in zip(weights, sources, strict=True)]
+def mix_settings(data: DataTable, seed: int, validation: bool = False) -> MixSettings:
+    """Select the settings that fix the order of documents."""
     return MixSettings(
-        weights,
+        [table.weight for table in data.sources],
         shuffle=data.shuffle,
         seed=seed,
         epochs=data.epochs,
         skip_bad=data.on_bad_record == "skip",
-        max_bad_fraction=data.max_bad_fraction,
         held_out=data.validation_fraction,
         validation=validation,
     )

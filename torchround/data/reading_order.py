@@ -43,7 +43,7 @@ class MixSettings:
     seed: int = 0
     epochs: int | None = None
     skip_bad: bool = False
-    max_bad_fraction: float = 1.0
+    max_bad_fraction: float = 0.01
     held_out: float = 0.0
     validation: bool = False
 
@@ -195,7 +195,7 @@ class Reader(BaseNode[DocumentPiece]):
         if progress.bad > max(least, bound * looked_at):
             raise DataError(
                 f"{error} (source {self._sources[number].name!r}: {progress.bad} of {looked_at} records were bad, "
-                f"a fraction of more than data.max_bad_fraction = {bound}; repair them, or raise it)"
+                f"which is more than {bound:.0%}; repair or remove them)"
             )
         if len(self.bad_records) < WARNINGS_SHOWN:
             self.bad_records.append(str(error))

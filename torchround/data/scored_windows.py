@@ -42,7 +42,7 @@ def scored_windows(
     data = DataTable(sources=tuple(sources), shuffle=False, epochs=1)
     opened = open_sources(data, tokenizer, vocab_size)
     check_first_records(data, opened, tokenizer)
-    reader = Reader(opened, mix_settings(data, opened, seed=0))
+    reader = Reader(opened, mix_settings(data, seed=0))
     reader.reset()
     tokens, learnt = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
     for piece in reader:

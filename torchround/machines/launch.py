@@ -98,7 +98,6 @@ def join(
         [Machine(other, all_facts[other]["host"], shares[other]) for other in range(size)],
         address=address,
         timeout_s=config.machines.timeout_s,
-        connections=config.machines.connections,
         start_timeout_s=start_timeout_s,
     )
 

@@ -68,11 +68,11 @@ def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
     """
     costs = costs or question.costs()
     run = costs, question.num_devices, question.num_micro_batches, question.update
-    limits, as_fast, stale_layers = question.limits(), question.slower_for_memory, question.stale_layers
+    limits, stale_layers = question.limits(), question.stale_layers
     if question.given is not None:
         partition, rounds = question.given
-        return evaluate_plan(partition, rounds, *run, limits, stale_layers, question.keep_rule(), as_fast)
-    return make_plan(*run, question.rounds, limits, as_fast, stale_layers, question.keep_rule())
+        return evaluate_plan(partition, rounds, *run, limits, stale_layers, question.keep_rule())
+    return make_plan(*run, question.rounds, limits, stale_layers=stale_layers, keep=question.keep_rule())
 
 
 def host_memory(question: RunQuestion, plan: Plan) -> HostMemory:

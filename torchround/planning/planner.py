@@ -97,9 +97,8 @@ def evaluate_plan(
     limits: MemoryLimits | None = None,
     stale_layers: int | None = None,
     keep: KeepRule | None = None,
-    as_fast: float = AS_FAST,
 ) -> Plan:
-    """Make a plan of a given partition, however slow. The last three arguments and the errors are as in `make_plan`."""
+    """Make a plan of a given partition, however slow. The last arguments and the errors are as in `make_plan`."""
     problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers, keep)
     choices = _rounds_choices(problem, rounds)
     if partition.num_layers != costs.num_layers:
@@ -110,7 +109,7 @@ def evaluate_plan(
     if not problem.fits_limits(candidate):
         raise why_infeasible(problem, choices, partition)
     if keep is not None and keep.is_open:
-        problem, candidate = keep_on(problem, candidate, as_fast)
+        problem, candidate = keep_on(problem, candidate, AS_FAST)
     return _plan(problem, candidate)
 
 

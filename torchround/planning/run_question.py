@@ -10,7 +10,6 @@ from torchround.planning.host_buffers import HostBatch
 from torchround.planning.keep_rule import KeepRule
 from torchround.planning.memory import HostMemory, MemoryLimits, host_state
 from torchround.planning.partition import KeptNames, Partition, split_evenly
-from torchround.planning.search import AS_FAST
 from torchround.planning.stage_times import KeptLink
 from torchround.planning.update_costs import UpdateCosts
 
@@ -50,7 +49,6 @@ class RunQuestion:
     - `validates`: whether validations come between steps.
     - `stale_layers`: their number in `bounded`; None lets the planner choose.
     - `keep_activations`: the setting; `"auto"` lets the planner choose.
-    - `slower_for_memory`: share by which the step may be longer than the fastest plan's, to need less host memory.
     - `given_kept`: the names of what each layer keeps, if `given` comes with them.
     - `machines`: a plan is that of the machine with the largest share of the step; `global_batch_size` is of all.
     """
@@ -80,7 +78,6 @@ class RunQuestion:
     given: tuple[Partition, int] | None = None
     stale_layers: int | None = None
     keep_activations: str | tuple[str, ...] = "none"
-    slower_for_memory: float = AS_FAST
     given_kept: KeptNames | None = None
     machines: PlannedMachines = ONE_MACHINE
 

@@ -140,7 +140,7 @@ def build_store(
         ownership=ownership,
         optimizer=make_optimizer(numbers.optimizer),
     )
-    store.spikes = SpikeBounds(numbers.spike_factor, numbers.training.spike_window)
+    store.spikes = SpikeBounds(numbers.spike_factor)
     return store
 
 

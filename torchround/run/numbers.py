@@ -69,8 +69,7 @@ class RunNumbers:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Type that gradients travel to the host in."""
-        named = self.engine.grad_dtype
-        return DTYPES[self.training.dtype if named == "auto" else named]
+        return self.dtype
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -80,7 +79,7 @@ class RunNumbers:
     @property
     def spike_factor(self) -> float:
         """Deviations from the median above which a step is a spike; 0 finds none."""
-        return 0.0 if self.training.on_spike == "off" else self.training.spike_factor
+        return 0.0 if self.training.on_spike == "off" else 10.0
 
 
 def run_question(
@@ -139,7 +138,6 @@ def run_question(
         given=given,
         stale_layers=stale_layers,
         keep_activations=engine.keep_activations,
-        slower_for_memory=engine.slower_for_memory,
         given_kept=given_kept,
         machines=machines,
     )

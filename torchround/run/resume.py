@@ -46,7 +46,6 @@ LOSS_KEYS = (
         "engine.update",
         "engine.delay_correction",
         "engine.rounds",
-        "engine.grad_dtype",
         "engine.accumulate_dtype",
     ),
 )

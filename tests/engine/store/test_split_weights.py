@@ -12,6 +12,7 @@ from torchround.config import AdamWTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, RESIDUAL, SYNC, parameter_facts
 from torchround.optim.optimizer import NO_STATE, make_optimizer
+from torchround.optim.rules.muon import Muon
 
 BF16 = torch.bfloat16
 
@@ -159,11 +160,15 @@ def test_a_parameter_without_elements_is_in_one_segment_and_trains(table):
     assert losses[0] != losses[1] and store.step == 2
 
 
-def test_an_adjust_lr_that_parts_what_is_updated_together_is_refused_by_its_name():
+def test_rules_that_part_what_is_updated_together_are_refused():
+    class ByRows(Muon):
+        def rule_of(self, parameter):
+            return replace(super().rule_of(parameter), lr_ratio=float(parameter.shape[0]))
+
     model = toy_model()
-    store = toy_store(model, optimizer=make_optimizer(MuonTable(adjust_lr="match_rms_adamw")))
-    with pytest.raises(ValueError, match="another adjust_lr is set"):
-        store.assign_rules(model, make_optimizer(MuonTable(adjust_lr="original")))
+    store = toy_store(model, optimizer=make_optimizer(MuonTable()))
+    with pytest.raises(ValueError, match="with several rules"):
+        store.assign_rules(model, ByRows(MuonTable()))
 
 
 def test_rules_that_keep_other_state_are_refused():

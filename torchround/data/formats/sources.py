@@ -50,12 +50,8 @@ class Source(ABC):
         """Return the first `count` documents as listed, or fewer if there are no more. Moves no cursor."""
 
     @abstractmethod
-    def count(self) -> int:
-        """Count the documents of one pass, blank ones included. May read all of them. Raises `DataError`."""
-
-    def quick_count(self) -> int | None:
-        """Count the documents of one pass like `count()`, or return None if that would take long."""
-        return self.count()
+    def count(self) -> int | None:
+        """Count the documents of one pass, blank ones included; None if that would take long. Raises `DataError`."""
 
     @abstractmethod
     def layout(self) -> str:
@@ -148,7 +144,7 @@ class StreamPart:
     """A part of a record stream that can be opened by itself: a file, a row group, a shard.
 
     `open(n)` generates its documents from the n-th on. `count()` may have to read the whole part. `size` enters the
-    fingerprint.
+    fingerprint. It is a name, and `count()` is not called, if the size is unknown.
     """
 
     open: Callable[[int], Generator[Document, None, None]]
@@ -194,14 +190,11 @@ class RecordStream(Source):
                 break
         return documents
 
-    def count(self) -> int:
-        return sum(part.count() for part in self._parts)
-
-    def quick_count(self) -> int | None:
+    def count(self) -> int | None:
         sizes = [part.size for part in self._parts]
         if not all(isinstance(size, int) for size in sizes) or sum(map(int, sizes)) > QUICK_COUNT_SIZE:
             return None
-        return self.count()
+        return sum(part.count() for part in self._parts)
 
     def layout(self) -> str:
         digest = hashlib.sha256(repr([part.size for part in self._parts]).encode()).hexdigest()

@@ -215,7 +215,7 @@ def _dataset_parts(table: SourceTable) -> list[StreamPart]:
     for index in range(count):
         shard = loaded.shard(num_shards=count, index=index) if count > 1 else loaded
         opened = partial(_shard_rows, f"{table.path}, shard {index}", shard)
-        parts.append(StreamPart(opened, partial(_refuse_to_count, table), name))
+        parts.append(StreamPart(opened, partial(int), name))
     return parts
 
 
@@ -233,13 +233,6 @@ def _shard_rows(where: str, shard: Any, start: int) -> Documents:
     # Skipping is the shard's own: what it skips may not have to be fetched.
     rows = partial(iter, shard.skip(start) if start else shard)
     return _documents(where, rows, "row", start, None, 0)
-
-
-def _refuse_to_count(table: SourceTable) -> int:
-    raise DataError(
-        f"dataset {table.path!r} is streamed, so its number of documents is not known; "
-        'data.weight_by = "size" needs it'
-    )
 
 
 def _optional(module: str, where: Path | str) -> Any:

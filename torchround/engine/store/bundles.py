@@ -123,7 +123,7 @@ class Segment:
         rule, *others = dict.fromkeys(rules[parameter.name] for parameter in self.parameters)
         kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
         if others or asked != kept:
-            with_others = " with several rules, as if another adjust_lr is set" if others else ""
+            with_others = " with several rules" if others else ""
             raise ValueError(
                 f"{self.parameters[0].name} keeps {kept}; the optimizer asks for {asked}{with_others}"
             )

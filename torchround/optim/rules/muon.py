@@ -33,7 +33,6 @@ class MuonRule(UpdateRule):
     """Muon for matrices of one shape. `lr_ratio` is what the shape multiplies the learning rate by."""
 
     momentum: float
-    nesterov: bool
     weight_decay: float
     lr_ratio: float
 
@@ -60,8 +59,6 @@ class MuonRule(UpdateRule):
     def look_ahead(self, values: Tensors, gradient: Tensor, numbers: Tensors) -> Tensor:
         """Return what devices orthogonalise: the new momentum, with Nesterov's `m + (1 - beta) * (gradient - m)`."""
         momentum, scaled = self._new_momentum(values, gradient, numbers)
-        if not self.nesterov:
-            return momentum
         return momentum.sub(momentum.sub(scaled).mul_(numbers[1]))
 
     @staticmethod
@@ -95,18 +92,10 @@ class Muon(Optimizer):
         """Return the rule of a parameter. Matrices whose learning rate their shape changes alike share one."""
         decay = self.settings.weight_decay if parameter.is_decayed else 0.0
         if parameter.is_block_matrix:
-            ratio = lr_ratio(self._muon.adjust_lr, parameter.shape)
-            return MuonRule(self._muon.momentum, self._muon.nesterov, decay, ratio)
+            return MuonRule(self._muon.momentum, decay, lr_ratio(parameter.shape))
         return OtherRateRule(self._muon.betas, self._muon.eps, decay, self._adamw_ratio)
 
 
-def lr_ratio(adjust_lr: str, shape: torch.Size) -> float:
-    """Return what the learning rate of a matrix `[..., rows, columns]` is multiplied by.
-
-    `original` is sqrt(max(1, rows / columns)), Jordan's. `match_rms_adamw` is 0.2 * sqrt(max(rows, columns)), with
-    which a step is as large as AdamW's (Moonshot AI, arXiv 2502.16982).
-    """
-    rows, columns = shape[-2:]
-    if adjust_lr == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+def lr_ratio(shape: torch.Size) -> float:
+    """Scale the learning rate of a matrix `[..., rows, columns]`: a step is as large as AdamW's (arXiv 2502.16982)."""
+    return 0.2 * math.sqrt(max(shape[-2:]))
