@@ -16,7 +16,7 @@ views of them stay where they are. Others may share memory, which is kept once.
 import copy
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from torchround import keeping
 from torchround.engine.board import LAYER_GATE, Board
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, runs_fused
@@ -34,14 +35,21 @@ logger = logging.getLogger(__name__)
 
 
 class LayerCompiler:
-    """The compiled kinds of one model. Successive engines may share it. `backend` is one of `torch.compile`'s.
+    """The compiled kinds of one model. Successive engines may share it.
 
-    If compiling `is_required`, micro-batches of other types than `MicroBatch` are refused.
+    `backend` is one of `torch.compile`'s, `options` are Inductor's. Raises `EngineUsageError` for options that it lacks.
     """
 
-    def __init__(self, model: LayeredModel, backend: str = "inductor", is_required: bool = True) -> None:
-        self.backend = backend
-        self.is_required = is_required
+    def __init__(
+        self, model: LayeredModel, backend: str = "inductor", options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.backend, self.options = backend, dict(options or {})
+        try:
+            if options:
+                torch.compile(backend=backend, options=self.options)
+        except RuntimeError as error:
+            # PyTorch lists all options that it knows, which are hundreds.
+            raise EngineUsageError(f"engine.compile_options: {str(error).partition(', known')[0]}") from error
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
@@ -137,7 +145,7 @@ class LayerKind:
                     function = self._function(isinstance(hidden, Tensor))
                     floating = [tensor.is_floating_point() for tensor in inputs]
                     wants = [differentiates and wanted for wanted in [*self._trained, *floating]]
-                    new = CompiledShape(function, wants, self._compiler.backend)
+                    new = CompiledShape(function, wants, self._compiler)
                     self._compile(key, new, micro_batch, tensors)
                 shape = self.shapes.get(key)
         return None if shape is None else shape(micro_batch, tensors)
@@ -178,16 +186,18 @@ class LayerKind:
 class CompiledShape:
     """A kind compiled for one shape. `wants` says which parameters and inputs get gradients."""
 
-    def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
+    def __init__(
+        self, function: Callable[..., Hidden], wants: Sequence[bool], compiler: LayerCompiler
+    ) -> None:
         options: dict[str, Any] | None = None
-        if backend == "inductor":
+        if compiler.backend == "inductor":
             keep_inductor_private()
             # Equal runs give equal bits. Inductor then does not choose by measured times how sums add up. Code for virtual
             # devices has one thread, because it splits sums by threads, and the number of the thread that compiles would be
             # in the cached code.
-            options = {"deterministic": True, "cpp.threads": 1}
+            options = {"deterministic": True, "cpp.threads": 1} | compiler.options
         self._compiled = torch.compile(
-            function, fullgraph=True, dynamic=False, backend=backend, options=options
+            function, fullgraph=True, dynamic=False, backend=compiler.backend, options=options
         )
         self._wants = wants
 

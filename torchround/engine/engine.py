@@ -105,7 +105,6 @@ class Engine:
         others += [worker.reader.thread for worker in self._workers if worker.reader is not None]
         self._threads = [*(worker.thread for worker in self._workers), *others]
         self._watchdog = Watchdog(board, self._workers, others, settings.hang_timeout_s)
-        self._is_compiled = compiler is not None and compiler.is_required
         self._under_way: deque[StepResult] = deque()  # the results of the newest passes
         self._num_passes = 0
         self._updated = Value[UpdateReport](UPDATED, store.step)  # of the newest step
@@ -122,15 +121,6 @@ class Engine:
         atexit.register(self._stop_at_exit, os.getpid())
         for thread in self._threads:
             thread.start()
-
-    def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
-        """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
-        with self._call():
-            passes = self._reservation.reserve_run(
-                shapes, self.partition, self.settings.rounds, self._program.next_step, validates
-            )
-            for queue in self._queues:
-                queue.put(*passes)
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], share: StepShare | None = None, num_labels: int | None = None
@@ -317,17 +307,18 @@ class Engine:
         """Make the next pass, with all that it needs reserved and in the pool. Only a training pass has a `share`."""
         step = self._program.next_step
         if tasks:  # otherwise this machine has no part in the step
-            check_batches(batches, self._is_compiled)
+            check_batches(batches)
         if num_labels is None:
             num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
         packings = [Packing.of(batch.tensors()) for batch in batches]
-        shape = PassShape.of(
-            tasks,
-            [batch.shape for batch in batches],
-            [packing.nbytes for packing in packings],
+        first_stages = [task for task in tasks if task.stage_index == 0]
+        shape = PassShape(
+            stages=tuple(task.stage for task in tasks if task.round == 0),
+            rounds=tuple(tuple(batches[m].shape for m in task.micro_batches) for task in first_stages),
             # From the first backward of a step on no layer is stale.
-            0 if self._program.open_pass else self.store.stale_layers,
+            stale_layers=0 if self._program.open_pass else self.store.stale_layers,
             training=share is not None,
+            integer_bytes=tuple(packing.nbytes for packing in packings),
             step=step,
             gives_outputs=gives_outputs,
         )

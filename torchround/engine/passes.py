@@ -18,7 +18,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Task
 from torchround.engine.worker.orthogonalise import DirectionJob
 from torchround.engine.worker.slots import Packing, Structure, unflatten
-from torchround.layer import Batch, Hidden, MicroBatch
+from torchround.layer import Batch, Hidden
 from torchround.planning.host_buffers import kept_cuts
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask
@@ -248,20 +248,10 @@ def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
     return sum(loss_sums) / max(num_labels, 1)
 
 
-def check_batches(micro_batches: Sequence[Batch], is_compiled: bool) -> None:
-    """Raise `EngineUsageError` if these make no pass. `is_compiled` says that layers have to be compiled."""
+def check_batches(micro_batches: Sequence[Batch]) -> None:
+    """Raise `EngineUsageError` if these make no pass."""
     if not micro_batches:
         raise EngineUsageError("a pass needs at least one micro-batch")
-    others = {type(part).__name__ for part in micro_batches} - {MicroBatch.__name__}
-    if is_compiled and others:
-        names = ", ".join(sorted(others))
-        raise EngineUsageError(f"compiled layers take a MicroBatch, not {names}; give the engine no compiler")
     for index, micro_batch in enumerate(micro_batches):
         if problem := micro_batch.problem():
             raise EngineUsageError(f"micro-batch {index}: {problem}")
-    bounds = {part.max_documents for part in micro_batches if isinstance(part, MicroBatch)}
-    if len(bounds) > 1:
-        raise EngineUsageError(
-            "all micro-batches of a pass must have the same max_documents, "
-            f"but these have {sorted(map(str, bounds))}"
-        )

@@ -148,14 +148,13 @@ class HostPool(HostAllocator):
         self._observer = observer
         self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
         self._owned: Counter[int] = Counter()
-        self._stand_ins: dict[int, int] = {}
         self._buffers: list[HostBuffer] = []
 
     def reserve(self, counts: Mapping[int, int]) -> None:
         """Make sure that the pool owns at least `counts` buffers of each size in bytes, by as few allocations as may be."""
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
-            wanted[self._size(nbytes)] += number
+            wanted[whole_pages(nbytes)] += number
         sizes = list((wanted - self._owned).elements())
         while sizes:
             together = max(bisect_right(list(accumulate(sizes)), REGISTRATION_BYTES), 1)
@@ -165,19 +164,9 @@ class HostPool(HostAllocator):
                 self.give(self._add(part), busy=[])
             sizes = sizes[together:]
 
-    def stand_in(self, nbytes: int, larger_bytes: int) -> None:
-        """Let buffers of `larger_bytes` stand in for those of `nbytes`, unless the pool has some of that size."""
-        size, larger = whole_pages(nbytes), whole_pages(larger_bytes)
-        if size < larger and not self._owned[size]:
-            self._stand_ins.setdefault(size, larger)
-
-    def _size(self, nbytes: int) -> int:
-        size = whole_pages(nbytes)
-        return self._stand_ins.get(size, size)
-
     def take(self, nbytes: int) -> HostBuffer:
         """Take a free buffer, otherwise a new one, which page-locks memory in the middle of a step unlike `reserve`."""
-        size, buffer = self._size(nbytes), None
+        size, buffer = whole_pages(nbytes), None
         with self._lock:
             if self._free[size]:
                 buffer = self._free[size].popleft()
