@@ -112,7 +112,7 @@ REFUSED = (
     ("optimizer", "muon muon8", "update", "bounded stale", "muon.s after it"),
     ("optimizer", "muon muon8", "update", "predict", "predicts the next step"),
     ("optimizer", "torch", "update", "bounded stale", "fit bounded updates"),
-    ("optimizer", "torch", "update", "predict", "fit predicted device weights"),
+    ("optimizer", "torch", "update", "predict", "predicted device weights"),
 )
 
 POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED, "stale": BOUNDED}

@@ -166,17 +166,16 @@ class BufferReservation:
     def reserve_for(self, this: PassShape, before: PassShape | None) -> bool:
         """Reserve the buffers of a pass and the previous one, which may be under way together. Returns False if that is done.
 
-        Without a previous pass, reserves for this one and another like it after it. If the devices have to
-        wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
-        with it.
+        Without a previous pass, reserves for this one and another like it. If the devices have to wait for the previous
+        pass's update, only stages of frozen layers at the start of this pass overlap with it.
         """
         # The second pass is reserved for here: otherwise it would page-lock memory in the middle of a run.
         if before is None or not before.rounds:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
             before, this = this, replace(this, step=this.step + (not self._accumulates))
         # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
-        oldest = self.store.oldest_version_read(this.step, this.training)
-        overlaps = not before.training or oldest <= before.step
+        newest = self.store.policy.version_read(this.step) if this.training else this.step
+        overlaps = not before.training or newest - (self.store.stale_layers > 0) <= before.step
         # Steps of a run have few shapes, so this is a look-up for most passes.
         key = this, before, overlaps, self._values.measured
         if key in self._reserved:

@@ -46,7 +46,7 @@ class LayerCompiler:
         self.backend, self.options = backend, dict(options or {})
         try:
             if options:
-                torch.compile(backend=backend, options=self.options)
+                torch.compile(lambda: None, backend=backend, options=self.options)  # compiles nothing yet
         except RuntimeError as error:
             # PyTorch lists all options that it knows, which are hundreds.
             raise EngineUsageError(f"engine.compile_options: {str(error).partition(', known')[0]}") from error
@@ -111,7 +111,6 @@ class LayerKind:
     def run(
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
     ) -> Hidden | None:
-        """Run the layer. Returns None if this kind cannot be compiled."""
         inputs = () if hidden is None else flatten(hidden)[0]
         # Except for the last layer, one code for both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self.code[0]
@@ -166,7 +165,7 @@ class LayerKind:
                 "because each elementwise step goes through memory",
                 f"{first} .. {others[-1]}" if others else first,
                 type(error).__name__,
-                (lines or ["no reason given"])[0][:300],
+                " ".join(lines[:2])[:300],
             )
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
@@ -192,9 +191,8 @@ class CompiledShape:
         options: dict[str, Any] | None = None
         if compiler.backend == "inductor":
             keep_inductor_private()
-            # Equal runs give equal bits. Inductor then does not choose by measured times how sums add up. Code for virtual
-            # devices has one thread, because it splits sums by threads, and the number of the thread that compiles would be
-            # in the cached code.
+            # Equal runs give equal bits: Inductor does not choose by measured times how sums add up. On virtual devices it
+            # would split sums by the number of threads of the thread that compiles.
             options = {"deterministic": True, "cpp.threads": 1} | compiler.options
         self._compiled = torch.compile(
             function, fullgraph=True, dynamic=False, backend=compiler.backend, options=options
@@ -211,8 +209,7 @@ class CompiledShape:
         with keeping.suspended():
             inner, outputs = self.forward(micro_batch, tensors)
             if _put_in_front(outputs):
-                # Once more, so that the new part sees what the code returns: on this device the first call may be one
-                # that replays.
+                # Once more, so that the new part sees what the code returns: the first call may be one that replays.
                 del inner, outputs
                 inner, outputs = self.forward(micro_batch, tensors)
             self.backward(inner, outputs, [torch.zeros_like(output) for output in outputs])
@@ -282,8 +279,7 @@ def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
 class ReturnedTensor(NamedTuple):
     """One tensor that a compiled forward returns, as a part of an input or of a piece of kept memory.
 
-    `source` is a position: inputs come first, then pieces of kept memory. `offset` is the first element, counted from the
-    beginning of the input or of the piece.
+    `source` is a position: inputs come first, then pieces of kept memory. `offset` is the first element in it.
     """
 
     source: int

@@ -25,16 +25,9 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, ValueSizes
 from torchround.engine.device import PASSED, Device
-from torchround.engine.errors import (
-    MIXED,
-    EngineError,
-    EngineUsageError,
-    FaultLocation,
-    PipelineError,
-    Stopped,
-)
+from torchround.engine.errors import MIXED, EngineError, EngineUsageError, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
-from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, StepResult, check_batches
+from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, StepResult
 from torchround.engine.program import Program
 from torchround.engine.reports import UpdateReport
 from torchround.engine.saver import Save
@@ -50,7 +43,7 @@ from torchround.engine.worker.slots import Packing, fill
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
-from torchround.planning.machine_shares import StepShare
+from torchround.planning.machine_shares import StepShare, step_share
 from torchround.planning.memory import forward_stages
 from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks, step_tasks
 
@@ -117,7 +110,6 @@ class Engine:
             self._stop()  # gives back what was allocated on the devices that had room
             raise
         choose_kernels()
-        exchange.start()
         atexit.register(self._stop_at_exit, os.getpid())
         for thread in self._threads:
             thread.start()
@@ -136,7 +128,12 @@ class Engine:
             if self._program.open_pass and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._make_room()
-            share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
+            if share is None and self._exchange.peers:
+                raise EngineUsageError(
+                    "on several machines an engine needs the share of each step (`step_share`)"
+                )
+            # An empty batch has a share too, so that the engine can refuse it by its own message.
+            share = share or step_share(max(len(micro_batches), 1), self.settings.rounds, 0, 1)
             share = share.after(self._program.rounds)
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks: list[StageTask] = []
@@ -307,7 +304,11 @@ class Engine:
         """Make the next pass, with all that it needs reserved and in the pool. Only a training pass has a `share`."""
         step = self._program.next_step
         if tasks:  # otherwise this machine has no part in the step
-            check_batches(batches)
+            for index, batch in enumerate(batches):
+                if problem := batch.problem():
+                    raise EngineUsageError(f"micro-batch {index}: {problem}")
+            if not batches:
+                raise EngineUsageError("a pass needs at least one micro-batch")
         if num_labels is None:
             num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
         packings = [Packing.of(batch.tensors()) for batch in batches]
@@ -339,7 +340,6 @@ class Engine:
         return Pass(self._num_passes - 1, shape, self.store, num_labels, on_host, share, self._updated)
 
     def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
-        """Copy a micro-batch's tensors into one pool buffer, for `readers` devices to upload."""
         buffer = self.pool.take(packing.nbytes)
         for event in buffer.busy:
             self._watchdog.synchronize(event)
@@ -430,7 +430,7 @@ class Engine:
             self._stop()
 
     def _end_threads(self) -> set[str]:
-        """End all threads after the board's stop, and give devices back. Returns the names of those that are still busy."""
+        """End all threads after the board's stop; each gives its device back. Returns the names of those that are still busy."""
         optimizer, moves = self._updater.thread, self._updater.moves
         deadline_s = time.monotonic() + JOIN_S
         # A thread without an identity has not been started, because a device had no room.
@@ -441,30 +441,10 @@ class Engine:
         while optimizer.is_alive() and self._updater.moves != moves:
             moves = self._updater.moves
             optimizer.join(JOIN_S)
-        busy = {thread.name for thread in ours if thread.is_alive()}
-        # A device is given back only if no thread drives it any more: another engine may allocate on it at once.
-        for worker in [worker for worker in self._workers if worker.thread.name not in busy]:
-            # On a helper thread, because waiting for a device that hangs cannot be interrupted.
-            name = worker.device.name
-            helper = threading.Thread(target=self._finish, args=(worker,), name=f"finish {name}", daemon=True)
-            helper.start()
-            helper.join(max(deadline_s - time.monotonic(), 1.0))
-            if helper.is_alive():
-                busy.add(name)
-        return busy
-
-    def _finish(self, worker: DeviceWorker) -> None:
-        """Wait until a device is idle, and release it. A fault that it raises may be the first that is known of it."""
-        device = worker.device
-        try:
-            try:
-                device.finish()
-            finally:
-                worker.release()  # also if the device has failed: it computes no more
-            # After the buffers are dropped, because a device may hand free memory back to its driver here.
-            device.release()
-        except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
-            self._board.fail(PipelineError.of(error, FaultLocation(f"device {device.name}")))
+        for worker in self._workers:
+            if worker.thread.ident is None:
+                worker.release()
+        return {thread.name for thread in ours if thread.is_alive()}
 
 
 def forget_variables(error: BaseException | None, seen: set[int]) -> None:

@@ -56,7 +56,8 @@ class UpdateReport:
     in float16). `fault` says why the update was skipped, if not because of an overflow under a loss scale that can fall.
     `not_finite` lists the micro-batches whose loss is not finite. `left_out` names the layers without an update in a step
     that updated others (`bounded`). `loss` and norm are those of all machines, `bundles` this machine's own.
-    `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what went to them since the step before. `directions` are those that this machine's devices have computed for it, each with the device's index.
+    `peers_wait_s` is how long the optimizer waited for other machines. `directions` are those that this machine's devices
+    have computed for it, each with the device's index.
     """
 
     grad_norm: float = math.nan
@@ -69,7 +70,6 @@ class UpdateReport:
     left_out: tuple[str, ...] = ()
     loss: float = math.nan
     peers_wait_s: float = 0.0
-    sent_bytes: int = 0
     directions: tuple[tuple[int, Span], ...] = ()
 
 
@@ -110,8 +110,7 @@ class StageReport:
             weights_s = min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), before_s)
         # The thread may wait for an update while its device still computes: only the idle part counts.
         optimizer_s = min(self.update_wait_s, weights_s)
-        # All weights arrived before the first span, so a gap between two spans is a wait
-        # for an activation or gradient.
+        # All weights arrived before the first span: a gap between two spans is a wait for an activation or gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)

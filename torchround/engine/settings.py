@@ -94,15 +94,11 @@ class EngineSettings:
         if is_bounded and store.dtype == torch.float16:
             yield "bounded updates need bfloat16 or float32: float16 skips whole steps, which it knows too late"
         if isinstance(optimizer, HostOptimizer):
-            unfit = {
-                "bounded updates": is_bounded,
-                "predicted device weights": store.policy.predicts,
-                "several machines": several,
-                "split weights (make the host store with optimizer=NO_STATE)": store.splits_weights,
-            }
-            if any(unfit.values()):
-                found = ", ".join(name for name, holds in unfit.items() if holds)
-                yield f"a HostOptimizer steps all fp32 weights at once, which does not fit {found}"
+            if is_bounded or several or store.policy.predicts or store.splits_weights:
+                yield (
+                    "a HostOptimizer steps all fp32 weights at once: not with bounded updates, predicted device weights, "
+                    "several machines or split weights (make the host store with optimizer=NO_STATE)"
+                )
             return
         if is_bounded and not optimizer.updates_by_layer:
             # The devices would wait for each gradient before the next forward.

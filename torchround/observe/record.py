@@ -24,7 +24,7 @@ class MachineTimes:
 
     `name` is the machine's, as messages have it. `busy_s` is the busiest device's. `peers_wait_s` is how long the
     optimizer waited for other machines, `optimizer_exposed_s` how long the devices waited for updated weights, the
-    mean over them. `sent_gib` went to other machines.
+    mean over them.
     """
 
     name: str
@@ -34,7 +34,6 @@ class MachineTimes:
     optimizer_s: float
     optimizer_exposed_s: float
     peers_wait_s: float
-    sent_gib: float
     host_gib: float
 
     @property
@@ -103,7 +102,6 @@ class StepRecord:
     device_allocations: int = 0
     host_allocations: int = 0
     peers_wait_s: float = 0.0
-    sent_gib: float = 0.0
     machines: tuple[MachineTimes, ...] = ()
     """One entry for each machine of the run, by rank; empty for a run on one machine."""
 
@@ -126,7 +124,6 @@ class StepRecord:
             optimizer_s=self.optimizer_s,
             optimizer_exposed_s=_mean(self.optimizer_wait_s),
             peers_wait_s=self.peers_wait_s,
-            sent_gib=self.sent_gib,
             host_gib=self.host_gib,
         )
 

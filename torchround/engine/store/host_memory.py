@@ -34,10 +34,6 @@ from torchround.planning.memory import GIB, size_text
 REGISTRATION_BYTES = 64 * GIB
 
 
-class PinningWarning(UserWarning):
-    """Host memory could not be page-locked; copies from and to it are slower and do not overlap."""
-
-
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, until the driver refuses. `what` says whose, for messages."""
 
@@ -68,8 +64,7 @@ class HostAllocator:
         # The tensor refers to this view of the mapping, and the view to the mapping.
         view = (ctypes.c_char * nbytes).from_buffer(mapping)
         _advise(mapping, "MADV_DONTFORK")
-        # The memory is unmapped by this call and in no other way: Python's end, which runs no finalizers, or a forked
-        # process would drop the mapping too.
+        # Only this call unmaps the memory: Python's end, which runs no finalizers, or a forked process would do so too.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
         _when_dropped(view, mapping, ctypes.pythonapi.Py_DecRef, ctypes.py_object(mapping))
         buffer = torch.frombuffer(view, dtype=torch.uint8)
@@ -88,11 +83,8 @@ class HostAllocator:
                 "all later buffers stay pageable, so copies are slower and do not overlap with compute. Raise the memlock "
                 "limit (ulimit -l) or use a smaller model."
             )
-            warnings.warn(text, PinningWarning, stacklevel=2)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         return buffer
-
-    def locked_buffers(self) -> int:
-        return sum(unlock.alive for unlock in self._unlocks)
 
     def close(self) -> None:
         """Undo all page-locking. No device may be using the buffers. Each lives on while a tensor refers to it."""
