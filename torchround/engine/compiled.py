@@ -67,10 +67,9 @@ class LayerCompiler:
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         device = parameters[0].device.type if parameters else None
-        if device is not None and runs_fused(layer, device):
+        # Compiled code takes parameters, which differ from layer to layer, and nothing else.
+        if (device is not None and runs_fused(layer, device)) or next(layer.buffers(), None) is not None:
             return layer
-        if next(layer.buffers(), None) is not None:
-            return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
 
         def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
             # A training or scoring call of a model of ours.

@@ -32,7 +32,7 @@ from torchround.engine.program import Program
 from torchround.engine.reports import UpdateReport
 from torchround.engine.saver import Save
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED
+from torchround.engine.store.bundles import BOUNDED, Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Worker
@@ -110,6 +110,7 @@ class Engine:
             self._stop()  # gives back what was allocated on the devices that had room
             raise
         choose_kernels()
+        exchange.start()
         atexit.register(self._stop_at_exit, os.getpid())
         for thread in self._threads:
             thread.start()
@@ -132,8 +133,11 @@ class Engine:
                 raise EngineUsageError(
                     "on several machines an engine needs the share of each step (`step_share`)"
                 )
+            assert share is None or len(share.micro_batches) == len(micro_batches), "a share of another batch"
             # An empty batch has a share too, so that the engine can refuse it by its own message.
             share = share or step_share(max(len(micro_batches), 1), self.settings.rounds, 0, 1)
+            own = Ownership(share.machine, share.num_machines) == self.store.ownership
+            assert own, "a share of another machine"
             share = share.after(self._program.rounds)
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks: list[StageTask] = []

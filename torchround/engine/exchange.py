@@ -19,7 +19,7 @@ from torch import Tensor
 from torchround.engine.board import Board
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.passes import Pass
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.bundles import Bundle, Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import PART, Buffer, Worker
@@ -45,17 +45,12 @@ class StepExchange:
         group: MachineGroup | None,
         is_in_a_step: Callable[[], bool],
     ) -> None:
-        self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
-        ownership = store.ownership
-        if (ownership.machine, ownership.num_machines) != (self._rank, self._size):
-            raise EngineUsageError(
-                f"the host store is of machine {ownership.machine} of {ownership.num_machines}, "
-                f"this is machine {self._rank} of {self._size}"
-            )
+        this = Ownership(0, 1) if group is None else Ownership(group.rank, group.size)
+        if store.ownership != this:
+            raise EngineUsageError(f"the host store is of {store.ownership}, this is {this}")
         self.landing_buffers, self.landings = _make_landings(store, pool)
         self.waited_s = 0.0  # by the optimizer's thread
-        self._store = store
-        self._board = board
+        self._store, self._board = store, board
         self._group = group
         self._is_in_a_step = is_in_a_step
 
@@ -70,9 +65,11 @@ class StepExchange:
         self.weights_from = {peer: worker(f"weights from machine {peer}") for peer in owners}
         each = self.gradients_to, self.weights_to, self.weights_from
         self.workers = [worker for by_peer in each for worker in by_peer.values()]
-        board.on_fault = self.fail
-        if group is not None:
-            group.on_fault(self.failed)
+
+    def start(self) -> None:
+        self._board.on_fault = self.fail
+        if self._group is not None:
+            self._group.on_fault(self.failed)
 
     # Gradients.
 

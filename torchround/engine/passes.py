@@ -90,12 +90,11 @@ class Pass:
         updated: Value[UpdateReport],
     ) -> None:
         self.shape, self.step, self.training = shape, shape.step, shape.training
-        self.gives_outputs = shape.gives_outputs
+        self.gives_outputs, self.stale_layers = shape.gives_outputs, shape.stale_layers
         self.num_labels = num_labels
         self.micro_batches = micro_batches
         self.share = share
         self.version = store.policy.version_read(self.step) if self.training else self.step
-        self.stale_layers = shape.stale_layers
         loss_scale = store.loss_scaling.scale_of(self.step) if self.training else 1.0
         self.loss_factor = loss_scale / max(num_labels, 1)
         self.forward_inputs = forward_inputs(shape.stages)

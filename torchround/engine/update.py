@@ -70,7 +70,6 @@ class Updater(Worker):
         self._host_optimizer = optimizer if isinstance(optimizer, HostOptimizer) else None
         if self._host_optimizer is not None:
             self._host_optimizer.bind(trained_weights(store))
-        self.is_foreign = self._host_optimizer is not None
         self._exchange = exchange
         clipped = {b.index: [s for s in b.segments if not s.rule.uses_direction] for b in store.trained}
         sizes = {i: sum(p.shape.numel() for s in found for p in s.parameters) for i, found in clipped.items()}
