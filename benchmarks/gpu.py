@@ -30,11 +30,11 @@ from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
-from torchround.engine.reports import StageReport, costs_from_reports
+from torchround.engine.reports import StageReport, layer_times
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, OWN_FAMILIES
-from torchround.planning.costs import Costs
+from torchround.planning.costs import Costs, measured_costs
 from torchround.planning.memory import GIB
 from torchround.planning.partition import Partition
 from torchround.planning.plan_report import plan_for
@@ -233,7 +233,7 @@ class Bench:
                 results.append(engine.forward_backward(self._micro_batches(seed=step)))
                 engine.step(LR)
                 results[-1].collect()
-        costs = costs_from_reports(counted, results[-1].reports())
+        costs = measured_costs(counted, layer_times(results[-1].reports()))
         layers = [
             {
                 "name": ours.name,

@@ -21,7 +21,7 @@ from torchround.optim import LRSchedule
 from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
-from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler, reserve_buffers
+from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler
 from torchround.run.numbers import measured_plan
 from torchround.run.resume import StartingWeights, given_folder
 from torchround.run.run_folder import RunError, disk_need
@@ -216,7 +216,6 @@ class Trainer:
         try:
             try:
                 with engine:
-                    reserve_buffers(engine, self.config.training, self._validation.is_on)
                     self._traces.start()
                     try:
                         yield engine
@@ -317,7 +316,6 @@ class Trainer:
         """Give a step and its update to the engine, and note the run's position after it. Does not wait."""
         step = self._position.step  # finished steps, which is the index of this one
         lr = self._schedule(step)
-        self._traces.before_dispatch(step + 1)
         micro_batches = batch.with_seeds(self.config.run.seed, step)
         result = engine.forward_backward(micro_batches, batch.share, batch.num_labels)
         engine.step(lr)

@@ -22,14 +22,16 @@ from tests.support.small_decoders import decoder
 from tests.support.torch_loop import host_engine, moment_free
 from tests.support.torch_loop import train as train_by
 from tests.support.toy import PARTITIONS, ToyBlock, planted_model, toy_batches, toy_engine, toy_model, train
+from torchround.config import EngineTable
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.errors import PipelineError
+from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, owner_of
 from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
 from torchround.optim import HostOptimizer
 from torchround.planning.partition import Partition
+from torchround.run.engine_parts import layer_compiler
 
 pytestmark = pytest.mark.compiles
 
@@ -291,6 +293,19 @@ def test_a_kind_that_cannot_be_compiled_runs_as_it_is_with_one_warning(warned):
     [message] = warned()
     assert "engine.compile: block.0 .. block.4 cannot be compiled (UserError" in message
     assert [len(kind.shapes) for kind in compiler.kinds] == [2, 0, 4]
+
+
+def test_compile_options_reach_inductor(warned):
+    table = EngineTable(compile=True, compile_options={"_raise_error_for_testing": True})
+    model, options = toy_model(), table.compile_options
+    assert layer_compiler(model, table, "cpu").options == options
+    assert len(trained(LayerCompiler(model, options=options), model=model)[0]) == len(BATCHES) + 1
+    assert warned() and all("_raise_error_for_testing is set" in message for message in warned())
+
+
+def test_an_option_that_inductor_lacks_is_named_and_the_hundreds_that_it_has_are_not():
+    with pytest.raises(EngineUsageError, match=r"engine.compile_options: Unexpected .* option triton.cudagraph$"):
+        LayerCompiler(toy_model(), options={"triton.cudagraph": True})
 
 
 class OutOfRoomError(torch.OutOfMemoryError):

@@ -123,8 +123,8 @@ def test_a_run_with_auto_compiles_evaluates_and_resumes_to_the_same_bits(
     """The whole command, with the compiler's tracing but without its code, on a kind with a compiler."""
     made = []
 
-    def traced(model, is_required):
-        made.append(LayerCompiler(model, "aot_eager", is_required))
+    def traced(model, options):
+        made.append(LayerCompiler(model, "aot_eager", options))
         return made[-1]
 
     monkeypatch.setattr(engine_parts, "LayerCompiler", traced)

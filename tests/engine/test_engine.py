@@ -4,7 +4,6 @@ import gc
 import os
 import threading
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -72,12 +71,6 @@ def test_a_micro_batch_of_a_wrong_type_is_named(engine):
     wrong = MicroBatch(first.tokens, first.labels.to(torch.int32), first.positions, first.document_ids)
     with pytest.raises(EngineUsageError, match=r"micro-batch 1: labels is torch.int32 \(3, 8\)"):
         engine.forward_backward([first, wrong])
-
-
-def test_micro_batches_that_disagree_about_their_batch_are_refused(engine):
-    first, second, *_ = BATCHES[0]
-    with pytest.raises(EngineUsageError, match=r"must have the same max_documents.*'1', 'None'"):
-        engine.forward_backward([replace(first, max_documents=1), second])
 
 
 def test_a_partition_of_another_model_is_refused():

@@ -185,7 +185,7 @@ def test_a_device_that_fails_at_the_very_end_is_reported_too():
     store = toy_store(toy_model())
     engine = failing_engine(store, "no thread", finishes=False)
     train(engine, BATCHES)
-    with pytest.raises(PipelineError, match="device cpu:0: PlantedError"):
+    with pytest.raises(PipelineError, match=r"device cpu:\d: PlantedError"):
         engine.close()
     assert store.step == 3 and store.is_consistent
 

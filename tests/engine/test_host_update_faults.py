@@ -78,7 +78,7 @@ def test_a_fault_that_is_overcome_or_comes_before_the_step_leaves_a_whole_update
 
 @pytest.mark.parametrize(
     ("policy", "machines", "words"),
-    [(BOUNDED, 1, "fit bounded"), (ASYNC_PREDICT, 1, "fit predicted"), (SYNC, 2, "fit several machines")],
+    [(BOUNDED, 1, "bounded updates"), (ASYNC_PREDICT, 1, "predicted"), (SYNC, 2, "several machines")],
 )
 def test_who_cannot_use_it_says_so(policy, machines, words):
     model = toy_model()

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine
-from torchround.engine.reports import Span, SpanKind, StageReport, costs_from_reports
-from torchround.planning.costs import Costs, KeptCost, LayerCost
-from torchround.planning.partition import Stage, StageKind, StageTask
+from torchround.engine.reports import Span, SpanKind, StageReport, layer_times
+from torchround.planning.costs import Costs, KeptCost, LayerCost, measured_costs
+from torchround.planning.partition import StageKind, StageTask
 
 COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
 
@@ -34,7 +34,7 @@ class At:
 
 
 def test_bytes_names_and_the_heads_proportion_stay_as_counted():
-    costs = costs_from_reports(replace(COUNTED, launch_s=1.0), reports_of(2))
+    costs = measured_costs(replace(COUNTED, launch_s=1.0), layer_times(reports_of(2)))
     assert costs.launch_s == 0, "measured seconds contain launches"
     assert [layer.name for layer in costs.layers] == [layer.name for layer in COUNTED.layers]
     assert all(layer.weight_bytes == 7 for layer in costs.layers) and costs.hop_s == 0.5
@@ -43,13 +43,11 @@ def test_bytes_names_and_the_heads_proportion_stay_as_counted():
 
 
 def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_not_count():
-    def update(*seconds):
-        return [Span(SpanKind.UPDATE, At(0.0), At(s), layers=range(layer, layer + 1)) for layer, s in seconds]
-
-    updates = [update((0, 1.0), (3, 0.25)), [], update((0, 2.0), (0, 1.0), (3, 0.5)), update((0, 2.0), (3, 0.25))]
-    costs = costs_from_reports(COUNTED, reports_of(1), updates)
+    updates = [[(0, 1.0), (3, 0.25)], [], [(0, 2.0), (0, 1.0), (3, 0.5)], [(0, 2.0), (3, 0.25)]]
+    times = layer_times(reports_of(1))
+    costs = measured_costs(COUNTED, times, updates)
     assert [layer.optimizer_s for layer in costs.layers] == pytest.approx([2.0, 0, 0, 0.25, 0, 0, 0])
-    assert all(layer.optimizer_s == 0 for layer in costs_from_reports(COUNTED, reports_of(1), [[]]).layers)
+    assert all(layer.optimizer_s == 0 for layer in measured_costs(COUNTED, times, [[]]).layers)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -70,11 +68,12 @@ def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does
     reports = []
     for slot, stage in enumerate(partition.stages()):
         for sample in range(3):
-            spans = tuple(Span(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind])
+            layers = range(stage.start, stage.stop)
+            spans = tuple(Span(kind, At(0.0), At(samples_s[kind][sample]), layers=layers) for kind in kinds[stage.kind])
             task = StageTask(slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1))
             reports.append(StageReport(task, None, At(0.0), 0.0, spans, 0, 0))
     counted = Costs(tuple(replace(layer, keepable=(KeptCost("down", 8, 0.25),)) for layer in COUNTED.layers))
-    costs = costs_from_reports(counted.keeping((("down",) * keeps,) * 6 + ((),)), reports)
+    costs = measured_costs(counted.keeping((("down",) * keeps,) * 6 + ((),)), layer_times(reports))
     assert [layer.forward_s for layer in costs.layers] == [2.0] * 6 + [1.0]
     assert [layer.backward_s for layer in costs.layers] == [4.0] * 6 + [2.0]
 
@@ -109,24 +108,9 @@ def test_each_layer_is_a_span_of_its_own_under_any_plan_and_the_results_are_the_
 
 def test_a_layer_that_runs_again_in_its_backward_is_not_counted_twice():
     """With `recompute = "layer"` all layers but a stage's last run again, in the span of their backward."""
-    stage = Stage(StageKind.BACKWARD, 0, 3)
-    task = StageTask(slot=0, device=0, round=0, stage_index=2, stage=stage, micro_batches=range(1))
-    spans = tuple(
-        Span(kind, At(0.0), At(seconds), layers=range(layer, layer + 1))
-        for layer in range(3)
-        for kind, seconds in ((SpanKind.RECOMPUTE, 1.0 + layer), (SpanKind.BACKWARD, 10.0))
-    )
-    head = StageReport(
-        replace(task, stage=Stage(StageKind.FUSED, 3, 4)),
-        None,
-        At(0.0),
-        0.0,
-        (Span(SpanKind.FUSED, At(0.0), At(3.0), layers=range(3, 4)),),
-        0,
-        0,
-    )
-    reports = [StageReport(task, None, At(0.0), 0.0, spans, 0, 0), head]
-    counted = Costs(COUNTED.layers[:4])
-    layers = costs_from_reports(counted, reports, recompute="layer").layers
+    times = {("fused", 3): [3.0]}
+    for layer in range(3):
+        times |= {("forward", layer): [1.0 + layer], ("backward", layer): [10.0]}
+    layers = measured_costs(Costs(COUNTED.layers[:4]), times, run_again={0, 1}).layers
     assert [layer.forward_s for layer in layers[:3]] == [1.0, 2.0, 3.0]
     assert [layer.backward_s for layer in layers[:3]] == [9.0, 8.0, 10.0]

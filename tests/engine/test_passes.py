@@ -1,13 +1,15 @@
-"""A run takes all host buffers and device space that it needs before its first step; later steps take nothing."""
+"""A pass takes the host buffers and device space for all passes like it; later ones take nothing."""
 
 import gc
 
 import pytest
+import torch
 
 from tests.support.faults import PART_LANDED, Bomb
-from tests.support.toy import KEPT, PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
+from tests.support.toy import PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.layer import MicroBatch
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.host_buffers import HostBatch
 
@@ -96,25 +98,6 @@ def test_a_longer_batch_is_reserved_when_it_comes_and_a_shorter_one_is_free():
         assert engine.pool.reserved_bytes > before and nothing_is_taken_in_need(engine)
 
 
-@pytest.mark.parametrize(
-    ("policy", "validates", "kept"), [(SYNC, False, ()), (ASYNC, True, ()), (ASYNC, True, KEPT["mixed"])], ids=str
-)
-def test_a_run_can_be_reserved_before_its_first_step(policy, validates, kept):
-    batches = toy_batches(STEPS, micro_batches=5)
-    shapes = [tuple(micro_batch.tokens.shape) for micro_batch in batches[0]]
-    with toy_engine(
-        PARTITIONS["forward coarser"], 3, model=toy_model(tied=True), policy=policy, rounds=2, kept=kept
-    ) as engine:
-        engine.reserve(shapes, validates)
-        before = engine.pool.num_allocations
-        for batch in batches:
-            train_step(engine, batch)
-            results = [engine.evaluate(batch) for batch in batches[:2]] if validates else []
-            assert all(result.loss() > 0 for result in results)
-        engine.drain()
-        assert engine.pool.num_allocations == before and nothing_is_taken_in_need(engine)
-
-
 @pytest.mark.parametrize(("policy", "validates", "counts"), [(SYNC, False, 3), (SYNC, True, 2), (ASYNC, False, 1)])
 def test_a_run_reserves_what_a_plan_counts(policy, validates, counts):
     """In `sync` only stages of frozen layers at the start may begin before the pass before them is finished."""
@@ -128,26 +111,17 @@ def test_a_run_reserves_what_a_plan_counts(policy, validates, counts):
         batch = HostBatch((0,) * 4, (costs,), (4 * 2 * 128 * 8,), frozen, validates)
         with toy_engine(partition, 4, model=model, policy=policy) as engine:
             before = engine.pool.reserved_bytes
-            engine.reserve([(2, 128)] * 4, validates)
+            zeros = torch.zeros(2, 128, dtype=torch.int64)
+            micro_batches = [MicroBatch(zeros, zeros, zeros, zeros)] * 4
+            for _ in range(2):
+                train_step(engine, micro_batches)
+                results = [engine.evaluate(micro_batches) for _ in range(2 * validates)]
+                assert all(result.loss() > 0 for result in results)
+            engine.drain()
             reserved.add(engine.pool.reserved_bytes - before)
         counted = batch.boundary_bytes(partition, 1, 4, policy.name) + batch.integers_and_losses_bytes()
         assert engine.pool.reserved_bytes - before == counted
     assert len(reserved) == counts, "the frozen layers change nothing"
-
-
-def test_the_shorter_last_batch_uses_the_buffers_of_longer_ones():
-    """Its micro-batches are smaller than any before: 5 sequences are cut into 3 and 2, 1 into 1."""
-    with toy_engine(PARTITIONS["one layer a stage"], 2) as engine:
-        full = toy_batches(1, micro_batches=4)[0]
-        train_step(engine, full)
-        train_step(engine, full)
-        engine.drain()
-        before = taken(engine)
-        shorter = [micro_batch.with_tensors(t[:1] for t in micro_batch.tensors()) for micro_batch in full[:3]]
-        train_step(engine, shorter)
-        train_step(engine, full)
-        engine.drain()
-        assert taken(engine) == before and nothing_is_taken_in_need(engine)
 
 
 def test_results_that_a_caller_keeps_hold_no_passes():

@@ -10,7 +10,6 @@ from tests.support.engine_rows import Row, assert_same
 from tests.support.reference import Reference
 from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine, train
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.errors import EngineUsageError
 from torchround.planning.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
@@ -51,23 +50,9 @@ def test_layers_that_name_no_part_to_keep_are_recomputed_with_one_warning(caplog
     assert caplog.text.count("recorded 0 bytes to keep") == 1
 
 
-def test_layers_with_buffers_that_must_be_compiled_are_refused_by_name():
-    model = any_model()
-    options = {"compiler": LayerCompiler(model, "eager")}
-    with pytest.raises(EngineUsageError, match=r"layer layer\.0 \(AnyLayer\) holds buffers.*never_compiled"):
-        toy_engine(PARTITION, 1, model=model, **options)
-    for layer in model.layers:
-        layer.never_compiled = True
-    with (
-        toy_engine(PARTITION, 1, model=model, **options) as engine,
-        pytest.raises(EngineUsageError, match="compiled layers take a MicroBatch, not Samples"),
-    ):
-        engine.evaluate(any_batches(2))
-
-
 def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot():
     model, batches = any_model(), any_batches(2)
-    compiler = LayerCompiler(model, "eager", is_required=False)
+    compiler = LayerCompiler(model, "eager")
     with toy_engine(PARTITION, 2, model=model, compiler=compiler) as engine:
         losses = engine.evaluate(batches).loss_sums()
     assert losses == [Reference.of(model, engine.store).outputs(batch)[-1].item() for batch in batches]

@@ -100,7 +100,7 @@ def test_continuations_follow_their_line_and_cannot_command_the_terminal():
 
 def machine(name, **times):
     """Make the times of a machine whose own work takes 1 s, with changes."""
-    usual = MachineTimes(name, 2.0, 0.0, 1.0, 0.5, 0.1, 0.2, 3.0, 40.0)
+    usual = MachineTimes(name, 2.0, 0.0, 1.0, 0.5, 0.1, 0.2, 40.0)
     return replace(usual, **times)
 
 
@@ -117,7 +117,7 @@ def test_the_slowest_machine_is_the_one_whose_own_work_takes_longest(slow, monke
 
 
 def test_the_file_has_a_list_by_machine_for_each_time(tmp_path):
-    machines = (machine("machine 0 (a)", busy_s=1.5), machine("machine 1 (b)", sent_gib=2.0))
+    machines = (machine("machine 0 (a)", busy_s=1.5), machine("machine 1 (b)"))
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.log(record(1, machines=machines))
     metrics.log(record(2))
@@ -126,7 +126,7 @@ def test_the_file_has_a_list_by_machine_for_each_time(tmp_path):
     assert "machines" not in second
     assert first["machines"]["slowest"] == 0
     assert first["machines"]["name"] == ["machine 0 (a)", "machine 1 (b)"]
-    own = record(3, **ENGINE, peers_wait_s=0.25, sent_gib=1.5).machine_times("machine 1 (b)")
-    assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5, 1.5)
+    own = record(3, **ENGINE, peers_wait_s=0.25).machine_times("machine 1 (b)")
+    assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5)
     assert MachineTimes(**json.loads(json.dumps(asdict(own)))) == own
-    assert first["machines"]["busy_s"] == [1.5, 1.0] and first["machines"]["sent_gib"] == [3.0, 2.0]
+    assert first["machines"]["busy_s"] == [1.5, 1.0]

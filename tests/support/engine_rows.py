@@ -108,11 +108,11 @@ REFUSED = (
     ("kept", "all", "update", "stale", "keep nothing"),
     ("clip", "global", "update", "bounded stale", "global norm"),
     ("dtype", "fp16", "update", "bounded stale", "float16"),
-    ("machines", "2 3", "optimizer", "torch", "fit several machines"),
+    ("machines", "2 3", "optimizer", "torch", "several machines"),
     ("optimizer", "muon muon8", "update", "bounded stale", "muon.s after it"),
     ("optimizer", "muon muon8", "update", "predict", "predicts the next step"),
-    ("optimizer", "torch", "update", "bounded stale", "fit bounded updates"),
-    ("optimizer", "torch", "update", "predict", "fit predicted device weights"),
+    ("optimizer", "torch", "update", "bounded stale", "bounded updates"),
+    ("optimizer", "torch", "update", "predict", "predicted device weights"),
 )
 
 POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED, "stale": BOUNDED}

@@ -376,9 +376,6 @@ class TraceTable(Table):
     steps: Many[PositiveInt] = ()
     """Steps, counted from 1, to write to `trace/` in the run's folder. Steps in a row share a file. One too late is a warning."""
 
-    profiler: bool = False
-    """Also write what `torch.profiler` records: operators, kernels, copies, allocations. It slows the steps."""
-
 
 KeptPart = Literal["qkv", "attention", "output", "gate_up", "down"]
 
@@ -464,7 +461,11 @@ class EngineTable(Table):
     """Code that is compiled (docs/engine.md). `true`: the host's optimizer update and the layers. `auto`: the layers on `cuda`
     if the device has room, and the update from 2^21 trained parameters on. Losses of compiled layers differ in the
     last bits. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's headers. Code that cannot
-    be compiled runs uncompiled, with one warning."""
+    be compiled runs uncompiled, with a warning for each kind of layer. So do layers with buffers, without one."""
+
+    compile_options: dict[str, bool | int | float | str] | None = None
+    """Options of Inductor for the layers, passed on as `options` of `torch.compile`. `{ "triton.cudagraphs" = true }` captures the
+    launches of a layer as a CUDA graph; it has not been tried on a card yet. Options may change losses."""
 
     cpu_threads: PositiveInt | None = None
     """Threads inside one operation of the host; a virtual device always has one. Default: PyTorch's choice."""

@@ -163,7 +163,6 @@ class Board:
             event.synchronize()
 
     def waiting(self) -> dict[str, str]:
-        """Copy, by thread name, what each waiting thread waits for."""
         return dict(self._waiting)
 
     def fail(self, failure: PipelineError) -> None:

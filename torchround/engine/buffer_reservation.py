@@ -20,16 +20,7 @@ from torchround.engine.worker.slots import Packing
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.planning.host_buffers import LOSS_BYTES, HeldPass, kept_cuts, most_buffers, whole_pages
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.planning.partition import (
-    KeptNames,
-    Partition,
-    Stage,
-    StageKind,
-    StageTask,
-    evaluation_tasks,
-    step_tasks,
-)
-from torchround.planning.run_question import INTEGER_TENSORS
+from torchround.planning.partition import KeptNames, Stage, StageKind
 
 logger = logging.getLogger(__name__)
 
@@ -126,22 +117,6 @@ class PassShape(HeldPass):
     step: int = field(default=0, compare=False)
     gives_outputs: bool = False
 
-    @staticmethod
-    def of(
-        tasks: Sequence[StageTask],
-        shapes: Sequence[torch.Size],
-        integer_bytes: Sequence[int],
-        stale_layers: int,
-        training: bool,
-        step: int,
-        gives_outputs: bool = False,
-    ) -> "PassShape":
-        stages = tuple(task.stage for task in tasks if task.round == 0)
-        rounds = tuple(
-            tuple(shapes[m] for m in task.micro_batches) for task in tasks if task.stage_index == 0
-        )
-        return PassShape(stages, rounds, 0, stale_layers, training, tuple(integer_bytes), step, gives_outputs)
-
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
         return tuple(chain(*self.rounds))
@@ -182,70 +157,30 @@ class BufferReservation:
         trained = (layer for bundle in store.trained for layer in bundle.layers)
         self._frozen_layers = min(trained, default=sizes.num_layers)  # at the start of the model
         self._reserved: set[tuple[PassShape, PassShape, bool, int]] = set()
-        self._integer_bytes: dict[torch.Size, int] = {}  # by the shapes of the passes so far
         pool.reserve(self._always)
 
     def reserve_for(self, this: PassShape, before: PassShape | None) -> bool:
         """Reserve the buffers of a pass and the previous one, which may be under way together. Returns False if that is done.
 
-        Without a previous pass, reserves for this one and another like it after it. If the devices have to
-        wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
-        with it.
+        Without a previous pass, reserves for this one and another like it. If the devices have to wait for the previous
+        pass's update, only stages of frozen layers at the start of this pass overlap with it.
         """
         # The second pass is reserved for here: otherwise it would page-lock memory in the middle of a run.
         if before is None or not before.rounds:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
             before, this = this, replace(this, step=this.step + (not self._accumulates))
         # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
-        oldest = self.store.oldest_version_read(this.step, this.training)
-        overlaps = not before.training or oldest <= before.step
+        newest = self.store.policy.version_read(this.step) if this.training else this.step
+        overlaps = not before.training or newest - (self.store.stale_layers > 0) <= before.step
         # Steps of a run have few shapes, so this is a look-up for most passes.
         key = this, before, overlaps, self._values.measured
         if key in self._reserved:
             return False
-        self._stand_in_for_shorter(this)
         # Stages of frozen layers at the start read no weights that are ever updated.
         may_begin = takewhile(lambda stage: overlaps or stage.stop <= self._frozen_layers, this.stages)
         self.pool.reserve(self._needed(before, replace(this, ahead=len(list(may_begin)))))
         self._reserved.add(key)
         return True
-
-    def reserve_run(
-        self, shapes: Sequence[tuple[int, int]], partition: Partition, rounds: int, step: int, validates: bool
-    ) -> tuple[PassShape, ...]:
-        """Reserve the buffers of all passes from training step `step` on.
-
-        Steps have micro-batches of these `[B, T]`. If the run `validates`, evaluations of as many come between.
-        Returns the shapes, which devices prepare for. Raises `HostMemoryError`.
-        """
-        count, devices = len(shapes), self._num_devices
-        integer_bytes = [INTEGER_TENSORS * aligned(8 * batch * tokens) for batch, tokens in shapes]
-        batch = list(map(torch.Size, shapes)), integer_bytes, self.store.stale_layers
-        tasks = step_tasks(partition, count, min(rounds, count), devices)
-        training = PassShape.of(tasks, *batch, training=True, step=step)
-        self.reserve_for(training, None)
-        if not validates:
-            return (training,)
-        tasks = evaluation_tasks(partition, count, devices)
-        evaluation = PassShape.of(tasks, *batch, training=False, step=step + 1)
-        for this, before in ((evaluation, training), (evaluation, evaluation), (training, evaluation)):
-            self.reserve_for(this, before)
-        return training, evaluation
-
-    def _stand_in_for_shorter(self, this: PassShape) -> None:
-        """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
-        seen = self._integer_bytes
-        longest = max(seen, default=torch.Size())
-        new = dict(zip(this.shapes, this.integer_bytes, strict=True))
-        for shape, integer_bytes in new.items():
-            if shape not in seen and shape[1:] == longest[1:] and shape < longest:
-                self.pool.stand_in(integer_bytes, seen[longest])
-                for cut in range(1, self._values.num_layers):
-                    if shorter_bytes := self._values.boundary(cut, shape):
-                        self.pool.stand_in(shorter_bytes, self._values.boundary(cut, longest))
-                for layer in self._values.kept_names:
-                    self.pool.stand_in(self._values.kept(layer, shape), self._values.kept(layer, longest))
-        seen |= new
 
     def _needed(self, before: PassShape, this: PassShape) -> Mapping[int, int]:
         """Count buffers by size, in whole pages: two boundaries of about a size can use one buffer in turn."""

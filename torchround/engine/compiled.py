@@ -16,7 +16,7 @@ views of them stay where they are. Others may share memory, which is kept once.
 import copy
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from torchround import keeping
 from torchround.engine.board import LAYER_GATE, Board
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, may_compile
@@ -33,14 +34,21 @@ logger = logging.getLogger(__name__)
 
 
 class LayerCompiler:
-    """The compiled kinds of one model. Successive engines may share it. `backend` is one of `torch.compile`'s.
+    """The compiled kinds of one model. Successive engines may share it.
 
-    If compiling `is_required`, micro-batches of other types than `MicroBatch` are refused.
+    `backend` is one of `torch.compile`'s, `options` are Inductor's. Raises `EngineUsageError` for options that it lacks.
     """
 
-    def __init__(self, model: LayeredModel, backend: str = "inductor", is_required: bool = True) -> None:
-        self.backend = backend
-        self.is_required = is_required
+    def __init__(
+        self, model: LayeredModel, backend: str = "inductor", options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.backend, self.options = backend, dict(options or {})
+        try:
+            if options:
+                torch.compile(lambda: None, backend=backend, options=self.options)  # compiles nothing yet
+        except RuntimeError as error:
+            # PyTorch lists all options that it knows, which are hundreds.
+            raise EngineUsageError(f"engine.compile_options: {str(error).partition(', known')[0]}") from error
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
@@ -57,10 +65,9 @@ class LayerCompiler:
         """Compile layer `index` of the model, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
-        if not may_compile(layer):
+        # Compiled code takes parameters, which differ from layer to layer, and nothing else.
+        if not may_compile(layer) or next(layer.buffers(), None) is not None:
             return layer
-        if next(layer.buffers(), None) is not None:
-            return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
 
         def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
             # A training or scoring call of a model of ours.
@@ -101,7 +108,6 @@ class LayerKind:
     def run(
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
     ) -> Hidden | None:
-        """Run the layer. Returns None if this kind cannot be compiled."""
         inputs = () if hidden is None else flatten(hidden)[0]
         # Except for the last layer, one code for both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self.code[0]
@@ -135,7 +141,7 @@ class LayerKind:
                     function = self._function(isinstance(hidden, Tensor))
                     floating = [tensor.is_floating_point() for tensor in inputs]
                     wants = [differentiates and wanted for wanted in [*self._trained, *floating]]
-                    new = CompiledShape(function, wants, self._compiler.backend)
+                    new = CompiledShape(function, wants, self._compiler)
                     self._compile(key, new, micro_batch, tensors)
                 shape = self.shapes.get(key)
         return None if shape is None else shape(micro_batch, tensors)
@@ -156,7 +162,7 @@ class LayerKind:
                 "because each elementwise step goes through memory",
                 f"{first} .. {others[-1]}" if others else first,
                 type(error).__name__,
-                (lines or ["no reason given"])[0][:300],
+                " ".join(lines[:2])[:300],
             )
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
@@ -176,15 +182,16 @@ class LayerKind:
 class CompiledShape:
     """A kind compiled for one shape. `wants` says which parameters and inputs get gradients."""
 
-    def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
+    def __init__(
+        self, function: Callable[..., Hidden], wants: Sequence[bool], compiler: LayerCompiler
+    ) -> None:
         options: dict[str, Any] | None = None
-        if backend == "inductor":
-            # Equal runs give equal bits. Inductor then does not choose by measured times how sums add up. Code for virtual
-            # devices has one thread, because it splits sums by threads, and the number of the thread that compiles would be
-            # in the cached code.
-            options = {"deterministic": True, "cpp.threads": 1}
+        if compiler.backend == "inductor":
+            # Equal runs give equal bits: Inductor does not choose by measured times how sums add up. On virtual devices it
+            # would split sums by the number of threads of the thread that compiles.
+            options = {"deterministic": True, "cpp.threads": 1} | compiler.options
         self._compiled = torch.compile(
-            function, fullgraph=True, dynamic=False, backend=backend, options=options
+            function, fullgraph=True, dynamic=False, backend=compiler.backend, options=options
         )
         self._wants = wants
 
@@ -198,8 +205,7 @@ class CompiledShape:
         with keeping.suspended():
             inner, outputs = self.forward(micro_batch, tensors)
             if _put_in_front(outputs):
-                # Once more, so that the new part sees what the code returns: on this device the first call may be one
-                # that replays.
+                # Once more, so that the new part sees what the code returns: the first call may be one that replays.
                 del inner, outputs
                 inner, outputs = self.forward(micro_batch, tensors)
             self.backward(inner, outputs, [torch.zeros_like(output) for output in outputs])
@@ -269,8 +275,7 @@ def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
 class ReturnedTensor(NamedTuple):
     """One tensor that a compiled forward returns, as a part of an input or of a piece of kept memory.
 
-    `source` is a position: inputs come first, then pieces of kept memory. `offset` is the first element, counted from the
-    beginning of the input or of the piece.
+    `source` is a position: inputs come first, then pieces of kept memory. `offset` is the first element in it.
     """
 
     source: int

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchround.accelerators import kind_of
-from torchround.engine.errors import DeviceMemoryError, FaultLocation, HostMemoryError
+from torchround.engine.errors import DeviceMemoryError, FaultLocation
 from torchround.planning.memory import GIB
 
 if TYPE_CHECKING:
@@ -265,12 +265,8 @@ class CpuDevice(Device):
                 f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: it has {self._limit_bytes / GIB:.3f} GiB, "
                 f"and {allocated / GIB:.3f} GiB of that is in use"
             )
-        try:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise HostMemoryError(nbytes, f" for {self.name}") from error
         self._peak_bytes = max(self._peak_bytes, allocated + nbytes)
-        return buffer
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class AcceleratorDevice(Device):
@@ -285,8 +281,7 @@ class AcceleratorDevice(Device):
         self.kind = kind_of(device.type)
         self.kind.prepare_allocator()
         self.pins_host_memory = self.kind.locks_pages
-        # Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the
-        # kernels of a whole stage.
+        # Small kernels round gradients between copies. At equal priority each would queue behind those of a whole stage.
         priorities = {Stream.GRADIENT_DOWNLOAD: -1}
         self._streams = {stream: self.kind.stream(device, priorities.get(stream, 0)) for stream in Stream}
 
@@ -346,8 +341,7 @@ class AcceleratorDevice(Device):
 def use_threads_here(count: int) -> None:
     """Run this thread's parallel operations with `count` threads.
 
-    `torch.set_num_threads` would change the number for later threads as well, so this calls OpenMP and MKL themselves,
-    after PyTorch has set this thread up.
+    `torch.set_num_threads` would change it for later threads too, so this calls OpenMP and MKL, after PyTorch's own setup.
     """
     torch.get_num_threads()
     with suppress(OSError):

@@ -25,21 +25,14 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import Board, Flag, Observer, Queue, Value
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, ValueSizes
 from torchround.engine.device import PASSED, Device
-from torchround.engine.errors import (
-    MIXED,
-    EngineError,
-    EngineUsageError,
-    FaultLocation,
-    PipelineError,
-    Stopped,
-)
+from torchround.engine.errors import MIXED, EngineError, EngineUsageError, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
-from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, StepResult, check_batches
+from torchround.engine.passes import UPDATED, DeviceJob, HostTensors, Pass, StepResult
 from torchround.engine.program import Program
 from torchround.engine.reports import UpdateReport
 from torchround.engine.saver import Save
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED
+from torchround.engine.store.bundles import BOUNDED, Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Worker
@@ -50,7 +43,7 @@ from torchround.engine.worker.slots import Packing, fill
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
-from torchround.planning.machine_shares import StepShare
+from torchround.planning.machine_shares import StepShare, step_share
 from torchround.planning.memory import forward_stages
 from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks, step_tasks
 
@@ -105,7 +98,6 @@ class Engine:
         others += [worker.reader.thread for worker in self._workers if worker.reader is not None]
         self._threads = [*(worker.thread for worker in self._workers), *others]
         self._watchdog = Watchdog(board, self._workers, others, settings.hang_timeout_s)
-        self._is_compiled = compiler is not None and compiler.is_required
         self._under_way: deque[StepResult] = deque()  # the results of the newest passes
         self._num_passes = 0
         self._updated = Value[UpdateReport](UPDATED, store.step)  # of the newest step
@@ -123,15 +115,6 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
-    def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
-        """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
-        with self._call():
-            passes = self._reservation.reserve_run(
-                shapes, self.partition, self.settings.rounds, self._program.next_step, validates
-            )
-            for queue in self._queues:
-                queue.put(*passes)
-
     def forward_backward(
         self, micro_batches: Sequence[Batch], share: StepShare | None = None, num_labels: int | None = None
     ) -> StepResult:
@@ -146,7 +129,15 @@ class Engine:
             if self._program.open_pass and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._make_room()
-            share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
+            if share is None and self._exchange.peers:
+                raise EngineUsageError(
+                    "on several machines an engine needs the share of each step (`step_share`)"
+                )
+            assert share is None or len(share.micro_batches) == len(micro_batches), "a share of another batch"
+            # An empty batch has a share too, so that the engine can refuse it by its own message.
+            share = share or step_share(max(len(micro_batches), 1), self.settings.rounds, 0, 1)
+            own = Ownership(share.machine, share.num_machines) == self.store.ownership
+            assert own, "a share of another machine"
             share = share.after(self._program.rounds)
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks: list[StageTask] = []
@@ -317,17 +308,22 @@ class Engine:
         """Make the next pass, with all that it needs reserved and in the pool. Only a training pass has a `share`."""
         step = self._program.next_step
         if tasks:  # otherwise this machine has no part in the step
-            check_batches(batches, self._is_compiled)
+            for index, batch in enumerate(batches):
+                if problem := batch.problem():
+                    raise EngineUsageError(f"micro-batch {index}: {problem}")
+            if not batches:
+                raise EngineUsageError("a pass needs at least one micro-batch")
         if num_labels is None:
             num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
         packings = [Packing.of(batch.tensors()) for batch in batches]
-        shape = PassShape.of(
-            tasks,
-            [batch.shape for batch in batches],
-            [packing.nbytes for packing in packings],
+        first_stages = [task for task in tasks if task.stage_index == 0]
+        shape = PassShape(
+            stages=tuple(task.stage for task in tasks if task.round == 0),
+            rounds=tuple(tuple(batches[m].shape for m in task.micro_batches) for task in first_stages),
             # From the first backward of a step on no layer is stale.
-            0 if self._program.open_pass else self.store.stale_layers,
+            stale_layers=0 if self._program.open_pass else self.store.stale_layers,
             training=share is not None,
+            integer_bytes=tuple(packing.nbytes for packing in packings),
             step=step,
             gives_outputs=gives_outputs,
         )
@@ -348,7 +344,6 @@ class Engine:
         return Pass(self._num_passes - 1, shape, self.store, num_labels, on_host, share, self._updated)
 
     def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
-        """Copy a micro-batch's tensors into one pool buffer, for `readers` devices to upload."""
         buffer = self.pool.take(packing.nbytes)
         for event in buffer.busy:
             self._watchdog.synchronize(event)
@@ -439,7 +434,7 @@ class Engine:
             self._stop()
 
     def _end_threads(self) -> set[str]:
-        """End all threads after the board's stop, and give devices back. Returns the names of those that are still busy."""
+        """End all threads after the board's stop; each gives its device back. Returns the names of those that are still busy."""
         optimizer, moves = self._updater.thread, self._updater.moves
         deadline_s = time.monotonic() + JOIN_S
         # A thread without an identity has not been started, because a device had no room.
@@ -450,30 +445,10 @@ class Engine:
         while optimizer.is_alive() and self._updater.moves != moves:
             moves = self._updater.moves
             optimizer.join(JOIN_S)
-        busy = {thread.name for thread in ours if thread.is_alive()}
-        # A device is given back only if no thread drives it any more: another engine may allocate on it at once.
-        for worker in [worker for worker in self._workers if worker.thread.name not in busy]:
-            # On a helper thread, because waiting for a device that hangs cannot be interrupted.
-            name = worker.device.name
-            helper = threading.Thread(target=self._finish, args=(worker,), name=f"finish {name}", daemon=True)
-            helper.start()
-            helper.join(max(deadline_s - time.monotonic(), 1.0))
-            if helper.is_alive():
-                busy.add(name)
-        return busy
-
-    def _finish(self, worker: DeviceWorker) -> None:
-        """Wait until a device is idle, and release it. A fault that it raises may be the first that is known of it."""
-        device = worker.device
-        try:
-            try:
-                device.finish()
-            finally:
-                worker.release()  # also if the device has failed: it computes no more
-            # After the buffers are dropped, because a device may hand free memory back to its driver here.
-            device.release()
-        except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
-            self._board.fail(PipelineError.of(error, FaultLocation(f"device {device.name}")))
+        for worker in self._workers:
+            if worker.thread.ident is None:
+                worker.release()
+        return {thread.name for thread in ours if thread.is_alive()}
 
 
 def forget_variables(error: BaseException | None, seen: set[int]) -> None:

@@ -67,7 +67,6 @@ class PipelineError(EngineError):
 
     @classmethod
     def of(cls, error: BaseException, location: FaultLocation) -> "PipelineError":
-        """Make the fault that an exception at a location is."""
         failure = cls(location, f"{type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchround.engine.board import Board
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.passes import Pass
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.bundles import Bundle, Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import PART, Buffer, Worker
@@ -27,7 +27,7 @@ from torchround.machines import links
 from torchround.machines.group import MachineError, MachineGroup
 from torchround.machines.links import Purpose
 from torchround.planning.host_buffers import whole_pages
-from torchround.planning.machine_shares import StepShare, ring_places, step_share
+from torchround.planning.machine_shares import ring_places
 
 
 class StepExchange:
@@ -45,17 +45,12 @@ class StepExchange:
         group: MachineGroup | None,
         is_in_a_step: Callable[[], bool],
     ) -> None:
-        self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
-        ownership = store.ownership
-        if (ownership.machine, ownership.num_machines) != (self._rank, self._size):
-            raise EngineUsageError(
-                f"the host store is of machine {ownership.machine} of {ownership.num_machines}, "
-                f"this is machine {self._rank} of {self._size}"
-            )
+        this = Ownership(0, 1) if group is None else Ownership(group.rank, group.size)
+        if store.ownership != this:
+            raise EngineUsageError(f"the host store is of {store.ownership}, this is {this}")
         self.landing_buffers, self.landings = _make_landings(store, pool)
-        self._waited_s = 0.0
-        self._store = store
-        self._board = board
+        self.waited_s = 0.0  # by the optimizer's thread
+        self._store, self._board = store, board
         self._group = group
         self._is_in_a_step = is_in_a_step
 
@@ -70,24 +65,11 @@ class StepExchange:
         self.weights_from = {peer: worker(f"weights from machine {peer}") for peer in owners}
         each = self.gradients_to, self.weights_to, self.weights_from
         self.workers = [worker for by_peer in each for worker in by_peer.values()]
-        self._counted_bytes = self._sent_bytes()
 
     def start(self) -> None:
         self._board.on_fault = self.fail
         if self._group is not None:
             self._group.on_fault(self.failed)
-
-    def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
-        """Return the share of a step that the caller has `given`, or make that of a machine alone. Raises `EngineUsageError`."""
-        if given is None and self.peers:
-            raise EngineUsageError(
-                "on several machines an engine needs the share of each step (`step_share`)"
-            )
-        # An empty batch has a share too, so that the engine can refuse it by its own message.
-        share = given or step_share(max(num_micro_batches, 1), rounds, 0, 1)
-        assert (share.machine, share.num_machines) == (self._rank, self._size), "a share of another machine"
-        assert given is None or len(given.micro_batches) == num_micro_batches, "a share of another batch"
-        return share
 
     # Gradients.
 
@@ -125,7 +107,6 @@ class StepExchange:
         return values[: bundle.numel]
 
     def _arriving_chunks(self, bundle: Bundle, step: int, part: int, maker: int) -> Iterator[Tensor]:
-        """Yield a part that another machine made, chunk by chunk as it arrives."""
         what = self._part(bundle, step, part)
         chunks = self._machines.link(maker, Purpose.GRADIENTS).chunks(
             bundle.numel, self._store.gradient_dtype, what
@@ -138,7 +119,6 @@ class StepExchange:
             yield values
 
     def send_gradient(self, bundle: Bundle, step: int, landed: Mapping[int, Buffer]) -> None:
-        """Send parts of a gradient, by their numbers, to the bundle's owner."""
         for part, place in landed.items():
             what = self._part(bundle, step, part)
             self._send(bundle.owner, Purpose.GRADIENTS, self._landed(bundle, place), what)
@@ -186,7 +166,7 @@ class StepExchange:
         with self._board.waits(f"waits for {what}"):
             yield
         if is_update:
-            self._waited_s += time.perf_counter() - begin_s
+            self.waited_s += time.perf_counter() - begin_s
         self._board.note_progress()
 
     @property
@@ -202,16 +182,6 @@ class StepExchange:
 
     def _weights(self, bundle: Bundle, version: int) -> str:
         return f"version {version} of the weights of {bundle.name}"
-
-    def _sent_bytes(self) -> int:
-        both = Purpose.GRADIENTS, Purpose.WEIGHTS
-        return sum(self._machines.link(peer, purpose).bytes_sent for peer in self.peers for purpose in both)
-
-    def take_figures(self) -> tuple[float, int]:
-        """Return the seconds that the optimizer's thread has waited here, and the bytes sent, since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        before, self._counted_bytes = self._counted_bytes, self._sent_bytes()
-        return waited_s, self._counted_bytes - before
 
     # Faults, and one end for all.
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torchround.engine.board import Flag, Value, Values
 from torchround.engine.buffer_reservation import PassShape, forward_inputs
 from torchround.engine.device import NO_STEP, PASSED, Event
-from torchround.engine.errors import EngineUsageError
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
@@ -18,7 +17,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Task
 from torchround.engine.worker.orthogonalise import DirectionJob
 from torchround.engine.worker.slots import Packing, Structure, unflatten
-from torchround.layer import Batch, Hidden, MicroBatch
+from torchround.layer import Batch, Hidden
 from torchround.planning.host_buffers import kept_cuts
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask
@@ -40,8 +39,7 @@ UPDATED = "the update of step {0}"
 class HostTensors:
     """Packed tensors on the host: a stage's input or its gradient, a micro-batch's integers, or a loss.
 
-    They are valid after `landed`; the last of the `readers` gives the buffer back. `rebuild` makes a micro-batch from its
-    uploaded tensors (`Batch.rebuild`).
+    They are valid after `landed`; the last of the `readers` gives the buffer back. `rebuild` is `Batch.rebuild`'s.
     """
 
     buffer: HostBuffer
@@ -78,8 +76,7 @@ class Pass:
     `step` counts the training steps before it. `version` is the weight version that it reads, except what
     `version_read` says of `stale_layers`. `loss_factor`, the loss scale divided by `num_labels`, multiplies each token's loss.
     `forward_inputs` are the layers whose input a forward or fused stage takes from the host, `backward_inputs` those of
-    backward stages. `share` is this machine's share of a training step. The `results` are losses, or what the last layer
-    returns in a pass that `gives_outputs`.
+    backward stages. The `results` are losses, or what the last layer returns in a pass that `gives_outputs`.
     """
 
     def __init__(
@@ -93,12 +90,11 @@ class Pass:
         updated: Value[UpdateReport],
     ) -> None:
         self.shape, self.step, self.training = shape, shape.step, shape.training
-        self.gives_outputs = shape.gives_outputs
+        self.gives_outputs, self.stale_layers = shape.gives_outputs, shape.stale_layers
         self.num_labels = num_labels
         self.micro_batches = micro_batches
         self.share = share
         self.version = store.policy.version_read(self.step) if self.training else self.step
-        self.stale_layers = shape.stale_layers
         loss_scale = store.loss_scaling.scale_of(self.step) if self.training else 1.0
         self.loss_factor = loss_scale / max(num_labels, 1)
         self.forward_inputs = forward_inputs(shape.stages)
@@ -196,14 +192,10 @@ class StepResult:
 
     def loss_sums(self) -> list[float]:
         """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
-        if self.shape.gives_outputs:
-            raise EngineUsageError("the result of forward() has outputs(), and no loss")
         return [float(tensors[0]) for tensors, _ in self._read_results()]
 
     def outputs(self) -> list[Hidden]:
         """Return what the last layer returned for each micro-batch, in host memory of its own, after `Engine.forward`."""
-        if not self.shape.gives_outputs:
-            raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
         return [unflatten(*each) for each in self._read_results()]
 
     def _read_results(self) -> list[tuple[list[Tensor], Structure]]:
@@ -216,7 +208,6 @@ class StepResult:
         return self._read
 
     def update(self) -> UpdateReport:
-        """Return what the update did. Only after `Engine.step`."""
         return self._wait(self._updated)
 
     def reports(self) -> list[StageReport]:
@@ -237,7 +228,6 @@ class StepResult:
         self.reports()
 
     def collect(self) -> None:
-        """Wait for everything."""
         self.wait()
         if self.shape.training:
             self.update()
@@ -246,22 +236,3 @@ class StepResult:
 def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
     """Average the loss over labels. The sums of micro-batches add up in fp64 in their order, and are divided once."""
     return sum(loss_sums) / max(num_labels, 1)
-
-
-def check_batches(micro_batches: Sequence[Batch], is_compiled: bool) -> None:
-    """Raise `EngineUsageError` if these make no pass. `is_compiled` says that layers have to be compiled."""
-    if not micro_batches:
-        raise EngineUsageError("a pass needs at least one micro-batch")
-    others = {type(part).__name__ for part in micro_batches} - {MicroBatch.__name__}
-    if is_compiled and others:
-        names = ", ".join(sorted(others))
-        raise EngineUsageError(f"compiled layers take a MicroBatch, not {names}; give the engine no compiler")
-    for index, micro_batch in enumerate(micro_batches):
-        if problem := micro_batch.problem():
-            raise EngineUsageError(f"micro-batch {index}: {problem}")
-    bounds = {part.max_documents for part in micro_batches if isinstance(part, MicroBatch)}
-    if len(bounds) > 1:
-        raise EngineUsageError(
-            "all micro-batches of a pass must have the same max_documents, "
-            f"but these have {sorted(map(str, bounds))}"
-        )

@@ -252,7 +252,7 @@ class Program:
         directions = list(self._directions.values())
         run = partial(updater.decide, decision, directions)
         self._emit(updater, "the decision", step, run, reads=directions, writes=[self._records, decided])
-        if updater.is_foreign:
+        if decision.hyperparameters is not None:  # those of a `HostOptimizer`
             written = [b[o.index] for o in self._store.owned for b in (self._gradients, self._states)]
             run = partial(updater.step_host_optimizer, decision)
             self._emit(updater, "the optimizer", step, run, writes=[*written, self._records])

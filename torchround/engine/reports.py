@@ -1,17 +1,15 @@
-"""The measurements of a step by devices and the optimizer, and the planner's costs that follow from them."""
+"""The measurements of a step by devices and the optimizer."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from statistics import median
 from typing import NamedTuple
 
 from torchround.engine.device import Mark, Stream
-from torchround.planning.costs import Costs
-from torchround.planning.partition import StageKind, StageTask
+from torchround.planning.partition import StageTask
 
 
 class SpanKind(str, Enum):
@@ -58,7 +56,8 @@ class UpdateReport:
     in float16). `fault` says why the update was skipped, if not because of an overflow under a loss scale that can fall.
     `not_finite` lists the micro-batches whose loss is not finite. `left_out` names the layers without an update in a step
     that updated others (`bounded`). `loss` and norm are those of all machines, `bundles` this machine's own.
-    `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what went to them since the step before. `directions` are those that this machine's devices have computed for it, each with the device's index.
+    `peers_wait_s` is how long the optimizer waited for other machines. `directions` are those that this machine's devices
+    have computed for it, each with the device's index.
     """
 
     grad_norm: float = math.nan
@@ -71,7 +70,6 @@ class UpdateReport:
     left_out: tuple[str, ...] = ()
     loss: float = math.nan
     peers_wait_s: float = 0.0
-    sent_bytes: int = 0
     directions: tuple[tuple[int, Span], ...] = ()
 
 
@@ -112,8 +110,7 @@ class StageReport:
             weights_s = min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), before_s)
         # The thread may wait for an update while its device still computes: only the idle part counts.
         optimizer_s = min(self.update_wait_s, weights_s)
-        # All weights arrived before the first span, so a gap between two spans is a wait
-        # for an activation or gradient.
+        # All weights arrived before the first span: a gap between two spans is a wait for an activation or gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)
@@ -121,54 +118,13 @@ class StageReport:
         return IdleSeconds(before_s - weights_s + between_s, weights_s - optimizer_s, optimizer_s)
 
 
-def costs_from_reports(
-    counted: Costs,
-    reports: Iterable[StageReport],
-    updates: Iterable[Sequence[Span]] = (),
-    recompute: str = "stage",
-) -> Costs:
-    """Return `counted` with measured seconds in place of counted ones.
+def layer_times(reports: Iterable[StageReport]) -> dict[tuple[str, int], list[float]]:
+    """Collect the seconds of each layer's spans, by their kind, for `measured_costs` (`planning/costs.py`).
 
-    Each span of the reports is one layer's forward, recomputation or backward, or the head's forward and backward: the engine
-    `times_layers`, or its stages have one layer each. `updates`
-    gives, for each step, the bundles that its update changed; empty for a skipped update. With
-    `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span. `counted` also
-    says what the layers kept in those steps: their recomputations were shorter than their forwards.
+    Each span is one layer's: the engine `times_layers`, or its stages have one layer each.
     """
-    samples: dict[tuple[SpanKind, int], list[float]] = defaultdict(list)
-    run_again: set[int] = set()
-    for report in reports:
-        stage = report.task.stage
-        if recompute == "layer" and stage.kind is not StageKind.FORWARD:
-            run_again |= set(range(stage.start, stage.stop - 1))
-        for span in report.spans:
-            assert len(span.layers) <= 1, f"a span of {span.layers} says nothing about single layers"
-            index = span.layers.start if span.layers else stage.start
-            if span.kind is SpanKind.RECOMPUTE and counted.layers[index].kept:
-                continue
-            # A recomputation of all is the same work as a forward.
-            kind = SpanKind.FORWARD if span.kind is SpanKind.RECOMPUTE else span.kind
-            samples[kind, index].append(span.seconds)
-    # Medians, because the first step (caches, compilation) and other processes make
-    # single samples far too long.
-    seconds = {key: median(values) for key, values in samples.items()}
-    layers = []
-    for index, layer in enumerate(counted.layers[:-1]):
-        forward_s, backward_s = seconds[SpanKind.FORWARD, index], seconds[SpanKind.BACKWARD, index]
-        if index in run_again:
-            again = layer.recompute_s / layer.forward_s if layer.kept else 1.0
-            backward_s = max(backward_s - forward_s * again, 0.0)
-        layers.append(layer.timed(forward_s, backward_s))
-    # The head's slot runs forward and backward in one go: split it in the counted proportion.
-    head = counted.layers[-1]
-    whole_s = seconds[SpanKind.FUSED, counted.num_layers - 1]
-    share = head.forward_s / (head.forward_s + head.backward_s)
-    layers.append(head.timed(whole_s * share, whole_s * (1 - share)))
-    if by_step := [step for step in updates if step]:  # otherwise the optimizer's counted seconds stay
-        # A shared bundle counts with its first layer, whose upload waits for it.
-        of_layers = [[0.0] * len(by_step) for _ in layers]
-        for number, bundles in enumerate(by_step):
-            for bundle in bundles:
-                of_layers[bundle.layers.start][number] += bundle.seconds
-        layers = [replace(c, optimizer_s=median(s)) for c, s in zip(layers, of_layers, strict=True)]
-    return replace(counted, layers=tuple(layers), launch_s=0.0)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in (span for report in reports for span in report.spans):
+        assert len(span.layers) == 1, f"a span of {span.layers} says nothing about single layers"
+        times[span.kind.value, span.layers.start].append(span.seconds)
+    return times

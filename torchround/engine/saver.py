@@ -20,8 +20,7 @@ T = TypeVar("T")
 class Save(Generic[T]):
     """A save beside training, by `task`. `write(save)` does it, on the saver's thread.
 
-    For `write` it is the store after `step` steps, `tensors` and `state` (`HostStore.resume`), and a `SaveWatch`
-    (`checkpoint/tensor_file.py`).
+    For `write` it is the store after `step` steps, `tensors` and `state`, and a `SaveWatch` (`checkpoint/tensor_file.py`).
     """
 
     task: Task
@@ -103,7 +102,6 @@ class Save(Generic[T]):
         self._board.happen(self._may_publish)
 
     def wait(self) -> None:
-        """Wait for the save to end, well or not."""
         self._wait(self.task, "the end of a save")
 
     def result(self) -> T:

@@ -23,7 +23,7 @@ class EngineSettings:
 
     `clip = "layer"` clips each bundle by its own norm, with its share of `max_norm` (`optim.layer_max_norm`).
     `stale_layers` is the number of layers, from the first one on, whose forward reads the previous weight version under the
-    `bounded` policy, in the first round of a step's first call. `times_layers` measures each layer for `costs_from_reports`.
+    `bounded` policy, in the first round of a step's first call. `times_layers` measures each layer for `layer_times`.
     `compile_update` compiles the optimizer's update (`optim/kernel.py`), `compiler` the layers; engines of one model may share
     it. `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`).
     `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up on the host in fp32.
@@ -78,13 +78,6 @@ class EngineSettings:
             yield f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
         if self.kept and len(self.kept) != partition.num_layers:
             yield f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
-        is_compiled = self.compiler is not None and self.compiler.is_required
-        for name, layer in zip(model.names, model.layers, strict=True) if is_compiled else ():
-            if next(layer.buffers(), None) is not None and not getattr(layer, "never_compiled", False):
-                yield (
-                    f"layer {name} ({type(layer).__name__}) holds buffers, which compiled code cannot take; give it an "
-                    "attribute never_compiled = True, or the engine no compiler"
-                )
         if not store.is_consistent:
             yield "the host store mixes two weight versions; load a checkpoint into it first"
         is_bounded, several = store.policy is BOUNDED, store.ownership.num_machines > 1
@@ -101,15 +94,11 @@ class EngineSettings:
         if is_bounded and store.dtype == torch.float16:
             yield "bounded updates need bfloat16 or float32: float16 skips whole steps, which it knows too late"
         if isinstance(optimizer, HostOptimizer):
-            unfit = {
-                "bounded updates": is_bounded,
-                "predicted device weights": store.policy.predicts,
-                "several machines": several,
-                "split weights (make the host store with optimizer=NO_STATE)": store.splits_weights,
-            }
-            if any(unfit.values()):
-                found = ", ".join(name for name, holds in unfit.items() if holds)
-                yield f"a HostOptimizer steps all fp32 weights at once, which does not fit {found}"
+            if is_bounded or several or store.policy.predicts or store.splits_weights:
+                yield (
+                    "a HostOptimizer steps all fp32 weights at once: not with bounded updates, predicted device weights, "
+                    "several machines or split weights (make the host store with optimizer=NO_STATE)"
+                )
             return
         if is_bounded and not optimizer.updates_by_layer:
             # The devices would wait for each gradient before the next forward.

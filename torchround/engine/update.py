@@ -2,8 +2,7 @@
 
 An update can be finished but not undone. One that failed in the middle is therefore completed before the fault is
 reported, so that the host store holds a whole number of updates. In `bounded` no layer waits for another, so a fault in
-the middle of a step leaves a store whose layers are of two versions. So does the step of a `HostOptimizer`: a second try
-would apply a part of it twice.
+the middle of a step leaves layers of two versions. So does a `HostOptimizer`, whose second try would apply a part twice.
 """
 
 import itertools
@@ -28,13 +27,7 @@ from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Worker
-from torchround.optim import (
-    HostOptimizer,
-    UpdateProgress,
-    clip_scale,
-    layer_max_norm,
-    sum_of_squares,
-)
+from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import KernelKind, RangeThreads, get_kernels
 from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
@@ -76,7 +69,6 @@ class Updater(Worker):
         self._host_optimizer = optimizer if isinstance(optimizer, HostOptimizer) else None
         if self._host_optimizer is not None:
             self._host_optimizer.bind(trained_weights(store))
-        self.is_foreign = self._host_optimizer is not None
         self._exchange = exchange
         clipped = {b.index: [s for s in b.segments if not s.rule.uses_direction] for b in store.trained}
         sizes = {i: sum(p.shape.numel() for s in found for p in s.parameters) for i, found in clipped.items()}
@@ -173,7 +165,6 @@ class Updater(Worker):
         return 1.0 / self._store.loss_scaling.scale_of(step)
 
     def end_pass(self, pass_: Pass) -> None:
-        """Read a call's losses, and get those of other machines."""
         start_s = time.perf_counter()
         losses = [float(self._board.wait(loss).read(self._pool)[0]) for loss in pass_.results]
         self.busy_s -= time.perf_counter() - start_s  # a wait for the devices
@@ -346,7 +337,7 @@ class Updater(Worker):
         self._begun = None
         report.not_finite = tuple(i for i, loss in enumerate(self._losses) if not math.isfinite(loss))
         report.loss = self._loss
-        report.peers_wait_s, report.sent_bytes = self._exchange.take_figures()
+        report.peers_wait_s, self._exchange.waited_s = self._exchange.waited_s, 0.0
         report.seconds = self.busy_s - report.peers_wait_s  # it was inside its tasks
         self.busy_s = 0.0
         self._squares, self._losses, self._loss = {}, [], 0.0

@@ -51,7 +51,6 @@ class Watchdog:
         self._board.wait_for(flag, words or flag, self._look, self._timeout_s / LOOKS)
 
     def wait_for_access(self, access: Access) -> None:
-        """Wait for an access, as `Access.wait` does."""
         self.wait_for(access)
         if access.event is not None:
             self.synchronize(access.event)

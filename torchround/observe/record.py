@@ -24,7 +24,7 @@ class MachineTimes:
 
     `name` is the machine's, as messages have it. `busy_s` is the busiest device's. `peers_wait_s` is how long the
     optimizer waited for other machines, `optimizer_exposed_s` how long the devices waited for updated weights, the
-    mean over them. `sent_gib` went to other machines.
+    mean over them.
     """
 
     name: str
@@ -34,7 +34,6 @@ class MachineTimes:
     optimizer_s: float
     optimizer_exposed_s: float
     peers_wait_s: float
-    sent_gib: float
     host_gib: float
 
     @property
@@ -103,7 +102,6 @@ class StepRecord:
     device_allocations: int = 0
     host_allocations: int = 0
     peers_wait_s: float = 0.0
-    sent_gib: float = 0.0
     machines: tuple[MachineTimes, ...] = ()
     """One entry for each machine of the run, by rank; empty for a run on one machine."""
 
@@ -118,7 +116,7 @@ class StepRecord:
 
     def machine_times(self, name: str) -> MachineTimes:
         """Return what this record tells the others about the machine `name` that made it."""
-        same = ("step_s", "data_s", "optimizer_s", "peers_wait_s", "sent_gib", "host_gib")
+        same = ("step_s", "data_s", "optimizer_s", "peers_wait_s", "host_gib")
         return MachineTimes(
             name=name,
             busy_s=max(self.busy_s, default=0.0),

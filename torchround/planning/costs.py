@@ -6,10 +6,11 @@ once more.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from statistics import median
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -208,6 +209,46 @@ class Costs:
             raise CostsError(f"costs: {place}: {text}{given}") from None
         except ValueError as error:
             raise CostsError(f"costs are not valid JSON: {error}") from error
+
+
+def measured_costs(
+    counted: Costs,
+    times: Mapping[tuple[str, int], Sequence[float]],
+    updates: Iterable[Sequence[tuple[int, float]]] = (),
+    run_again: Collection[int] = (),
+) -> Costs:
+    """Return `counted` with measured seconds in place of counted ones.
+
+    - `times`: seconds by kind and layer: `forward`, `recompute` and `backward`, and the last layer's `fused`.
+    - `updates`: for each step the layers and seconds of its updates; empty for a skipped update.
+    - `run_again`: layers that run again inside of their backward.
+
+    `counted` also says what the layers kept: their recomputations were shorter than their forwards.
+    """
+    # Medians, because the first step (caches, compilation) and other processes make single samples far too long.
+    layers = []
+    for index, layer in enumerate(counted.layers[:-1]):
+        # A recomputation of all is the same work as a forward.
+        repeated = [] if layer.kept else times.get(("recompute", index), [])
+        forward_s = median([*times["forward", index], *repeated])
+        backward_s = median(times["backward", index])
+        if index in run_again:
+            again = layer.recompute_s / layer.forward_s if layer.kept else 1.0
+            backward_s = max(backward_s - forward_s * again, 0.0)
+        layers.append(layer.timed(forward_s, backward_s))
+    # The head's slot runs forward and backward in one go: split it in the counted proportion.
+    head = counted.layers[-1]
+    whole_s = median(times["fused", counted.num_layers - 1])
+    share = head.forward_s / (head.forward_s + head.backward_s)
+    layers.append(head.timed(whole_s * share, whole_s * (1 - share)))
+    if by_step := [step for step in updates if step]:  # otherwise the optimizer's counted seconds stay
+        # A shared bundle counts with its first layer, whose upload waits for it.
+        of_layers = [[0.0] * len(by_step) for _ in layers]
+        for number, bundles in enumerate(by_step):
+            for index, update_s in bundles:
+                of_layers[index][number] += update_s
+        layers = [replace(c, optimizer_s=median(s)) for c, s in zip(layers, of_layers, strict=True)]
+    return replace(counted, layers=tuple(layers), launch_s=0.0)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchround.accelerators import kind_of
-from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
+from torchround.config import Config, EngineTable, OptimizerTable
 from torchround.data.loader import Loader, ValidationLoader, reads_conversations
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
@@ -21,8 +21,6 @@ from torchround.observe.logger import MetricsLogger, open_metrics
 from torchround.observe.run_page import PAGE_FILE
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer
-from torchround.planning.machine_shares import step_share
-from torchround.planning.partition import split_evenly
 from torchround.planning.plan import Plan
 from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
@@ -188,19 +186,6 @@ def build_engine(
     )
 
 
-def reserve_buffers(engine: Engine, training: TrainingTable, validates: bool) -> None:
-    """Take the host buffers and the device space of the whole run before its first step. Raises `HostMemoryError`.
-
-    Each of several machines takes what its own share of a step needs. One without any waits for a longer step.
-    """
-    count = -(-training.global_batch_size // training.micro_batch_size)
-    parts = split_evenly(training.global_batch_size, count)
-    ownership = engine.store.ownership
-    share = step_share(count, engine.settings.rounds, ownership.machine, ownership.num_machines)
-    if share.micro_batches:
-        engine.reserve([(len(parts[index]), training.seq_len) for index in share.micro_batches], validates)
-
-
 def compiles_update(table: EngineTable, store: HostStore) -> bool:
     """Whether `engine.compile` asks for a compiled update of this model."""
     if table.compile == "auto":
@@ -211,4 +196,4 @@ def compiles_update(table: EngineTable, store: HostStore) -> bool:
 def layer_compiler(model: LayeredModel, table: EngineTable, kind: str) -> LayerCompiler | None:
     if not compiles_layers(table, kind):
         return None
-    return LayerCompiler(model, is_required=table.compile is True)
+    return LayerCompiler(model, options=table.compile_options)

@@ -19,14 +19,14 @@ from torchround.config import AdamWTable, Config, EngineTable, OptimizerTable, T
 from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
-from torchround.engine.reports import costs_from_reports
+from torchround.engine.reports import layer_times
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
 from torchround.engine.worker.orthogonalise import STEPS, directed_parameters, scratch_bytes, slot_bytes
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.optim.formats import StateFormat
 from torchround.optim.optimizer import UpdateRule, make_optimizer
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
-from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts
+from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts, measured_costs
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.partition import KeptNames, Partition
 from torchround.planning.plan import Plan, kept_before
@@ -145,10 +145,15 @@ def run_question(
 
 def measured_plan(question: RunQuestion, counted: Plan, steps: Sequence[StepResult]) -> Plan:
     """Plan again from the medians of measured `steps`, all of which must be done. They ran under the `counted` plan."""
-    reports = [report for step in steps for report in step.reports()]
-    updates = [step.update().bundles for step in steps]
+    times = layer_times(report for step in steps for report in step.reports())
+    updates = [[(span.layers.start, span.seconds) for span in step.update().bundles] for step in steps]
+    # With layerwise recomputation all layers but a stage's last run again, in the span of their backward.
+    stages = (
+        counted.partition.stages()[len(counted.partition.forward) :] if question.recompute == "layer" else []
+    )
+    run_again = {layer for stage in stages for layer in range(stage.start, stage.stop - 1)}
     before = question.costs().keeping(counted.kept)
-    costs = costs_from_reports(before, reports, updates, question.recompute).keeping(())
+    costs = measured_costs(before, times, updates, run_again).keeping(())
     try:
         # Losses depend on the rounds and on the stale layers. Both stay as they were counted: the question has the latter.
         return plan_for(replace(question, rounds=counted.rounds), costs)

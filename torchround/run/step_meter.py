@@ -105,7 +105,6 @@ class StepMeter:
             "data_s": self._spent_s["data"],
             "optimizer_s": update.seconds,
             "peers_wait_s": update.peers_wait_s,
-            "sent_gib": update.sent_bytes / GIB,
         }
         self._sums.update(more)
         for name, figure in _FIGURES.items():
@@ -160,7 +159,6 @@ class StepMeter:
             device_allocations=device_allocations - self._device_allocations,
             host_allocations=host_allocations - self._host_allocations,
             peers_wait_s=mean["peers_wait_s"],
-            sent_gib=mean["sent_gib"],
             machines=(),
             samples=(),
         )

@@ -34,10 +34,6 @@ from torchround.planning.memory import GIB, size_text
 REGISTRATION_BYTES = 64 * GIB
 
 
-class PinningWarning(UserWarning):
-    """Host memory could not be page-locked; copies from and to it are slower and do not overlap."""
-
-
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, until the driver refuses. `what` says whose, for messages."""
 
@@ -68,8 +64,7 @@ class HostAllocator:
         # The tensor refers to this view of the mapping, and the view to the mapping.
         view = (ctypes.c_char * nbytes).from_buffer(mapping)
         _advise(mapping, "MADV_DONTFORK")
-        # The memory is unmapped by this call and in no other way: Python's end, which runs no finalizers, or a forked
-        # process would drop the mapping too.
+        # Only this call unmaps the memory: Python's end, which runs no finalizers, or a forked process would do so too.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
         _when_dropped(view, mapping, ctypes.pythonapi.Py_DecRef, ctypes.py_object(mapping))
         buffer = torch.frombuffer(view, dtype=torch.uint8)
@@ -88,11 +83,8 @@ class HostAllocator:
                 "all later buffers stay pageable, so copies are slower and do not overlap with compute. Raise the memlock "
                 "limit (ulimit -l) or use a smaller model."
             )
-            warnings.warn(text, PinningWarning, stacklevel=2)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         return buffer
-
-    def locked_buffers(self) -> int:
-        return sum(unlock.alive for unlock in self._unlocks)
 
     def close(self) -> None:
         """Undo all page-locking. No device may be using the buffers. Each lives on while a tensor refers to it."""
@@ -148,14 +140,13 @@ class HostPool(HostAllocator):
         self._observer = observer
         self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
         self._owned: Counter[int] = Counter()
-        self._stand_ins: dict[int, int] = {}
         self._buffers: list[HostBuffer] = []
 
     def reserve(self, counts: Mapping[int, int]) -> None:
         """Make sure that the pool owns at least `counts` buffers of each size in bytes, by as few allocations as may be."""
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
-            wanted[self._size(nbytes)] += number
+            wanted[whole_pages(nbytes)] += number
         sizes = list((wanted - self._owned).elements())
         while sizes:
             together = max(bisect_right(list(accumulate(sizes)), REGISTRATION_BYTES), 1)
@@ -165,19 +156,9 @@ class HostPool(HostAllocator):
                 self.give(self._add(part), busy=[])
             sizes = sizes[together:]
 
-    def stand_in(self, nbytes: int, larger_bytes: int) -> None:
-        """Let buffers of `larger_bytes` stand in for those of `nbytes`, unless the pool has some of that size."""
-        size, larger = whole_pages(nbytes), whole_pages(larger_bytes)
-        if size < larger and not self._owned[size]:
-            self._stand_ins.setdefault(size, larger)
-
-    def _size(self, nbytes: int) -> int:
-        size = whole_pages(nbytes)
-        return self._stand_ins.get(size, size)
-
     def take(self, nbytes: int) -> HostBuffer:
         """Take a free buffer, otherwise a new one, which page-locks memory in the middle of a step unlike `reserve`."""
-        size, buffer = self._size(nbytes), None
+        size, buffer = whole_pages(nbytes), None
         with self._lock:
             if self._free[size]:
                 buffer = self._free[size].popleft()

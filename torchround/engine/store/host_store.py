@@ -97,8 +97,7 @@ class HostStore:
     ) -> None:
         """Fill all weights by the layers' own `init_weights`. `advance` receives 1 after each layer.
 
-        For a model that was trained before, `read_weights` fills `filling()`, and `init_adapters` of the layers that have it
-        what the model was trained without.
+        For a model that was trained before, `read_weights` fills `filling()`, and `init_adapters` of layers what is new.
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
@@ -131,9 +130,8 @@ class HostStore:
                     module, name = owner_of(layer, location.path)
                     blocks.callback(setattr, module, name, getattr(module, name))
                     setattr(module, name, nn.Parameter(values[location.parameter.name], requires_grad=False))
-            # A generator for each layer: its values do not depend on the layers before it, so a machine may leave out
-            # layers that others own. The factor is above every number of layers, so that no two seeds give two layers the
-            # same numbers.
+            # A generator for each layer, so that a machine may leave out layers that others own. The factor is above every
+            # number of layers, so that no two seeds give two layers the same numbers.
             fill(torch.Generator().manual_seed(seed * 1_000_003 + index))
 
     def derive_device_weights(self, bundles: Iterable[Bundle] | None = None, older: bool = True) -> None:
@@ -167,11 +165,6 @@ class HostStore:
         lagged = list(filter(self.lags, self.trained))
         self.stale_layers = stale_layers
         self.derive_device_weights(bundle for bundle in lagged if not self.lags(bundle))
-
-    def oldest_version_read(self, step: int, training: bool) -> int:
-        """Return the oldest version that a pass after `step` steps reads: a training step, or an evaluation."""
-        version = self.policy.version_read(step) if training else step
-        return version - (self.stale_layers > 0)
 
     def resume(
         self,
@@ -226,42 +219,32 @@ class HostStore:
         return state
 
     def stale_or_predicted(self) -> list[Bundle]:
-        """Return the bundles whose newest device weights are not the fp32 weights."""
         return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
-    def write_true_weights(self, observer: Observer) -> list[tuple[Bundle, Tensor | None]]:
+    def write_true_weights(self, observer: Observer) -> list[tuple[Bundle, Tensor]]:
         """Make the newest device weights of this machine's bundles the fp32 weights, as a validation should see them.
 
         `Engine.true_device_weights` calls it when no thread reads them. Returns what `restore_device_weights` takes.
         """
-        kept: list[tuple[Bundle, Tensor | None]] = []
+        kept: list[tuple[Bundle, Tensor]] = []
         for bundle in self.stale_or_predicted():
             if bundle.is_owned:
-                weights, spare = bundle.version(self.step), None
-                room = bundle.gradient  # which nothing reads between steps
-                if room is not None and room.itemsize >= weights.itemsize:
-                    spare = room.view(weights.dtype)[: bundle.numel]
-                elif (
-                    self.prediction is None
-                ):  # predictions are computed again, which takes longer than a copy
-                    spare = torch.empty_like(weights)
-                if spare is not None:
-                    _copy(weights, spare, observer)
+                weights, room = (
+                    bundle.version(self.step),
+                    bundle.gradient,
+                )  # which nothing reads between steps
+                if room is None or room.itemsize < weights.itemsize:
+                    room = torch.empty_like(weights)
+                spare = room.view(weights.dtype)[: bundle.numel]
+                _copy(weights, spare, observer)
                 kept.append((bundle, spare))
                 _copy(bundle.fp32_weight, weights, observer)
         return kept
 
-    def restore_device_weights(
-        self, kept: Sequence[tuple[Bundle, Tensor | None]], observer: Observer
-    ) -> None:
+    def restore_device_weights(self, kept: Sequence[tuple[Bundle, Tensor]], observer: Observer) -> None:
         """Undo `write_true_weights`, bit for bit."""
         for bundle, spare in kept:
-            weights = bundle.version(self.step)
-            if spare is not None:
-                _copy(spare, weights, observer)
-            elif self.prediction is not None:
-                observer.touched(reads=bundle.state(), writes=[weights])
-                self._predict(bundle, self.prediction)
+            _copy(spare, bundle.version(self.step), observer)
 
     def _predict(self, bundle: Bundle, lr: float) -> None:
         """Write an owned bundle's newest device weights as the last applied update did."""
@@ -351,7 +334,6 @@ class HostStore:
         return bundle.saved_views(step, self.lags(bundle))
 
     def layer_bundles(self, layer: int) -> list[Bundle]:
-        """Return the bundles that a layer uses, in the order of a weight slot."""
         return [self.bundles[i] for i in dict.fromkeys(location.bundle for location in self.locations[layer])]
 
     def stage_bytes(self, stage: Stage) -> int:

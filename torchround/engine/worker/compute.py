@@ -160,8 +160,7 @@ class StageComputation:
     ) -> tuple[Hidden | None, Hidden]:
         """Run a layer with gradients from a leaf of its own, of the same memory, at which its backward ends.
 
-        `wanted` lists which tensors of the input receive gradients; if it is None, all that can. Unless the output
-        `is_read`, it may have no values.
+        `wanted` lists which tensors of the input receive gradients, by default all that can. `is_read` is the output's.
         """
         leaf = None
         if hidden is not None:

@@ -93,11 +93,19 @@ class DeviceWorker:
         self._look_aheads.reserve(max((piece_elements(parameter.shape) for parameter in directed), default=0))
 
     def release(self) -> None:
-        """Free all device memory. The thread must have ended, and the device must be idle."""
-        self.device.free()
-        unbind(self.skeletons)
-        self._upload = self._download = None  # and views of host buffers
-        del self.activations  # and the activations that they hold
+        """Wait until the device is idle, and give it back. A fault that it raises may be the first that is known of it."""
+        try:
+            try:
+                self.device.finish()
+            finally:  # also if the device has failed: it computes no more
+                self.device.free()
+                unbind(self.skeletons)
+                self._upload = self._download = None  # and views of host buffers
+                del self.activations  # and the activations that they hold
+            # After the buffers are dropped, because a device may hand free memory back to its driver here.
+            self.device.release()
+        except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
+            self.board.fail(PipelineError.of(error, self._idle))
 
     def _main(self) -> None:
         try:
@@ -121,9 +129,10 @@ class DeviceWorker:
             # Without a variable for the failure, which would make a reference cycle through the error's traceback. Its
             # frames hold activations, and the failure may be a second one, which nothing else refers to.
             self.board.fail(PipelineError.of(error, self.device.location))
+        finally:
+            self.release()
 
     def _run(self, job: StageJob) -> None:
-        """Run one stage job: weights in, every micro-batch, gradients out."""
         stage, micro_batches = job.task.stage, job.task.micro_batches
         layers = tuple(self.setup.model.names[stage.start : stage.stop])
         actor, kind = self._idle.actor, stage.kind.value
@@ -154,7 +163,18 @@ class DeviceWorker:
         else:
             self._begin_download(download)
             download.layers_final(stage.start)
-        self._report(job, upload, weights_ready, stage_run.spans)
+        moved = (self.device.uploaded_bytes, self.device.downloaded_bytes)
+        report = StageReport(
+            task=job.task,
+            idle_since=self._idle_since,
+            weights_ready=weights_ready,
+            update_wait_s=upload.waited_s,
+            spans=tuple(stage_run.spans),
+            uploaded_bytes=moved[0] - self._reported_bytes[0],
+            downloaded_bytes=moved[1] - self._reported_bytes[1],
+        )
+        self._reported_bytes, self._idle_since = moved, report.spans[-1].end
+        self.board.post(job.pass_.reports[job.slot], report)
 
     def _orthogonalise(self, job: DirectionJob) -> None:
         """Run a direction job, while the weights of the next stage come up as far as they are complete."""
@@ -172,7 +192,6 @@ class DeviceWorker:
                 self._upload.advance(len(job.bundles) - position)
 
     def _begin_next_upload(self) -> None:
-        """Begin the upload for the next job, if that is a stage job."""
         # Looked for in every window, because it may be handed out while this job is under way.
         if self._upload is None and isinstance(job := self._queue.peek(), StageJob):
             self._upload = WeightUpload(self, job)
@@ -190,8 +209,7 @@ class DeviceWorker:
 
     def _send_early(self, gradients: GradientDownload, layer: int) -> None:
         """Send off the gradients of a layer, to which the computation enqueued so far is the last that adds."""
-        # An earlier download that waits for the optimizer comes first. This thread must not wait here:
-        # its device would run out of work.
+        # An earlier download that waits for the optimizer comes first. A wait here would leave the device without work.
         if self._download in (None, gradients) or not self._download.remaining:
             self._begin_download(gradients)
             gradients.layers_final(layer)
@@ -204,22 +222,6 @@ class DeviceWorker:
             self.flush()
             self._download = gradients
 
-    def _report(
-        self, job: StageJob, upload: WeightUpload, weights_ready: Mark, spans: Sequence[Span]
-    ) -> None:
-        moved = (self.device.uploaded_bytes, self.device.downloaded_bytes)
-        report = StageReport(
-            task=job.task,
-            idle_since=self._idle_since,
-            weights_ready=weights_ready,
-            update_wait_s=upload.waited_s,
-            spans=tuple(spans),
-            uploaded_bytes=moved[0] - self._reported_bytes[0],
-            downloaded_bytes=moved[1] - self._reported_bytes[1],
-        )
-        self._reported_bytes, self._idle_since = moved, spans[-1].end
-        self.board.post(job.pass_.reports[job.slot], report)
-
     def flush(self) -> None:
         """Send off the gradients that this thread still holds."""
         if self._download is not None:
@@ -227,7 +229,6 @@ class DeviceWorker:
             self._download = None
 
     def wait(self, value: Value[T]) -> T:
-        """Wait for a value of another device."""
         # Held gradients go first: what is awaited may depend on an update that needs them, and then both would hang.
         if not value.happened:
             self.flush()
@@ -304,8 +305,7 @@ class StageRun:
         names = self._names if pass_.training else {}
         records = {layer: partial(recording, kept) for layer, kept in names.items()}
         forward = StageComputation(self._layers, inputs, micro_batch, stage.stop, around=records)
-        # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage need not hold all
-        # of it at once.
+        # Sent where it is made: it leaves while the layers behind it compute, and the stage need not hold all at once.
         layers = range(stage.start + 1, stage.stop + 1)
         sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
         first = stage.start
@@ -395,8 +395,7 @@ class StageRun:
     ) -> T:
         """Run `computation` of these layers as one span: a `partial`, because tensors in a closure would outlive a fault."""
         reads = [self._weights.memory, *(slot.memory for slot in self._activations.inputs)]
-        # By this thread, also for a backward that autograd's own thread runs: workers may share that one, and a compiler
-        # needs it.
+        # By this thread, also for a backward on autograd's own thread, which workers may share and a compiler needs.
         with LAYER_GATE.entered(self._worker.board):
             start = self._device.mark(Stream.COMPUTE)
             result = self._device.run(Stream.COMPUTE, computation, reads, writes)

@@ -1,9 +1,8 @@
 """Orthogonalisation of look-aheads on a device: the update of Muon (Jordan et al. 2024) between two host passes.
 
 The optimizer thread writes the look-ahead into a segment's `direction`. A device takes it matrix by matrix, and the
-result lands where the look-ahead was. One matrix computes while the next one comes up and the last one goes down. The
-arithmetic is `torch.optim.Muon`'s, except that large symmetric products are computed in bands of rows, which round
-differently.
+result lands where the look-ahead was. One matrix computes while the next one comes up and the last one goes down. Only
+large symmetric products round differently than in `torch.optim.Muon`: they are computed in bands of rows.
 """
 
 import math
@@ -121,10 +120,7 @@ def scratch_bytes(shape: Sequence[int]) -> int:
 def orthogonalise(
     device: Device, index: int, ring: SlotRing, bundle: Bundle, access: Access, board: Board
 ) -> Mark:
-    """Enqueue the directions of a bundle on device `index`, once its look-aheads are written, through a ring of bf16 slots.
-
-    Returns a mark at their end.
-    """
+    """Enqueue the directions of a bundle on device `index`, once its look-aheads are written. Returns a mark at their end."""
     access.begin(board)
     marks: list[Mark] = []
     for segment in bundle.segments:

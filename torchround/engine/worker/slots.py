@@ -5,8 +5,7 @@ its gradients. Activations pass through slots of their own. All slots are in fix
 allocated again could be written by one stream while another still uses it.
 
 A value between two layers is a tensor, or containers of `torch.utils._pytree` with tensors and plain values as leaves.
-A tensor that comes twice travels once and is one object again on the other side, so that its gradient adds up as if it
-had never left.
+A tensor that comes twice travels once and is one object again on the other side, so that its gradient adds up.
 """
 
 from collections.abc import Sequence
@@ -44,7 +43,6 @@ class DeviceSlot:
         self._views: list[tuple[Tensor, ...]] = []
 
     def views(self, packings: "Sequence[Packing]") -> list[tuple[Tensor, ...]]:
-        """View the tensors of packings that fill this buffer one after the other."""
         # The same objects as last time: views cost host time in every micro-batch, and layouts rarely change.
         if packings != self._packings:
             starts = accumulate((packing.nbytes for packing in packings), initial=0)
@@ -133,8 +131,7 @@ class SlotRange(NamedTuple):
 class StageLayout:
     """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot, in forward order.
 
-    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and results do not
-    depend on which layers share a stage.
+    A tied bundle has a range, and so a gradient sum, for each use: results do not depend on which layers share a stage.
     """
 
     def __init__(self, store: HostStore, layers: range) -> None:
@@ -151,7 +148,6 @@ class StageLayout:
                     self.gradient_numel += bundle.numel
 
     def gradients_of(self, layers: range) -> slice:
-        """Find the elements of a gradient slot for consecutive layers of the stage."""
         used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
         return slice(used[0].start, used[-1].start + used[-1].bundle.numel) if used else slice(0)
 
@@ -173,11 +169,8 @@ class StageSlots:
         self._store = store
         self._layouts: dict[tuple[int, int], StageLayout] = {}
 
-        def gradient_numel(stage: Stage) -> int:
-            return self.layout(stage).gradient_numel
-
         def gradient_bytes(stage: Stage) -> int:
-            return aligned(gradient_numel(stage) * accumulate_dtype.itemsize)
+            return aligned(self.layout(stage).gradient_numel * accumulate_dtype.itemsize)
 
         weights = slot_space(partition, num_devices, lambda stage: aligned(store.stage_bytes(stage)))
         gradients = slot_space(partition, num_devices, gradient_bytes, of_gradients=True)
@@ -185,9 +178,8 @@ class StageSlots:
         self.gradients = TwoSlots(device.allocate(gradients).view(accumulate_dtype))
         self.rounding: Tensor | None = None
         if accumulate_dtype != store.gradient_dtype:
-            numel = min(
-                max(map(gradient_numel, partition.stages()[len(partition.forward) :])), ROUNDING_ELEMENTS
-            )
+            largest = max(self.layout(s).gradient_numel for s in partition.stages()[len(partition.forward) :])
+            numel = min(largest, ROUNDING_ELEMENTS)
             self.rounding = device.allocate(numel * store.gradient_dtype.itemsize).view(store.gradient_dtype)
 
     def layout(self, stage: Stage) -> StageLayout:
@@ -305,6 +297,5 @@ class Packing:
 
 
 def fill(views: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors into the views of a packing."""
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)

@@ -82,9 +82,8 @@ class BundleTransfer:
         Unless it `waits`, stops at a piece that has to wait for another thread.
         """
         self._device.step_of[self.stream] = self.job.traced_step
-        # A chunk queues behind the activations already on their way. It has until the end of the stage, but a computation
-        # waits for each activation. Chunks of one window's size keep an activation from waiting for a whole stage's
-        # weights.
+        # A chunk queues behind the activations already on their way: a computation waits for each of those. Chunks of one
+        # window's size keep an activation from waiting for a whole stage's weights.
         if self._pieces and not waits:
             self._device.follow(self.stream, self.activations, "activations on their way")
         numel = -(-self.remaining // windows)
@@ -288,10 +287,7 @@ class FileReader(Worker):
 
 
 class ActivationTransfers:
-    """The transfers of one device's activations.
-
-    What is brought up is valid until `end_micro_batch`, on the compute stream. `inputs` are the slots that hold it.
-    """
+    """The transfers of one device's activations. `inputs` are the slots of what is brought up, until `end_micro_batch`."""
 
     def __init__(self, worker: "DeviceWorker") -> None:
         self._device = device = worker.device
@@ -313,12 +309,8 @@ class ActivationTransfers:
     def prepare(self, shape: PassShape) -> None:
         """Allocate now what passes of a shape need, in its largest size: memory that is replaced is not used again."""
         sizes, shapes = self._sizes, set(shape.shapes)
-
-        def largest(cuts: Iterable[int]) -> int:
-            return max((sizes.boundary(cut, one) for cut in cuts for one in shapes), default=0)
-
-        boundary_bytes = largest(shape.cuts)
-        output_bytes = largest([sizes.num_layers] if shape.gives_outputs else [])
+        boundary_bytes = max((sizes.boundary(cut, one) for cut in shape.cuts for one in shapes), default=0)
+        output_bytes = max(sizes.boundary(sizes.num_layers, one) * shape.gives_outputs for one in shapes)
         # What the layers of each backward stage keep.
         kept = [
             [sizes.kept(layer, one) for layer in range(stage.start, stage.stop)]
@@ -378,7 +370,6 @@ class ActivationTransfers:
             self._upload_kept({layer: self._board.wait(value) for layer, value in values.items()})
 
     def _upload_kept(self, found: dict[int, HostTensors | None]) -> None:
-        """Copy all that a stage's layers keep of a micro-batch into one slot."""
         kept = {layer: value for layer, value in found.items() if value is not None}
         if kept:
             slot = self._kept_in.next(sum(value.packing.nbytes for value in kept.values()))
@@ -437,7 +428,6 @@ class ActivationTransfers:
     def send_kept(
         self, value: Value[HostTensors | None], kept: Sequence[Tensor], layer: int, shape: torch.Size
     ) -> None:
-        """Copy what a layer keeps of a micro-batch of `shape` `[B, T]` to the host, and post it."""
         packing = Packing.of(kept)
         nbytes = self._sizes.buffer_for_kept(layer, shape, packing)
         sent = None if nbytes is None else self._send(self._kept_out, kept, packing, 1, nbytes)
