@@ -316,6 +316,7 @@ class Trainer:
         """Give a step and its update to the engine, and note the run's position after it. Does not wait."""
         step = self._position.step  # finished steps, which is the index of this one
         lr = self._schedule(step)
+        self._traces.before_dispatch(step + 1)
         micro_batches = batch.with_seeds(self.config.run.seed, step)
         result = engine.forward_backward(micro_batches, batch.share, batch.num_labels)
         engine.step(lr)

@@ -24,7 +24,15 @@ TRACED = 1  # counted from 0: the second step
 
 
 def train_traced(
-    num_devices, folder, policy=SYNC, validates=False, kept=(), optimizer=OPTIMIZER, held=None, steps=(TRACED + 1,)
+    num_devices,
+    folder,
+    policy=SYNC,
+    validates=False,
+    kept=(),
+    optimizer=OPTIMIZER,
+    held=None,
+    steps=(TRACED + 1,),
+    profiler=False,
 ):
     """Train as a run does, one step dispatched ahead, with `steps` traced. Returns the spans of the last file and the store.
 
@@ -34,7 +42,7 @@ def train_traced(
     model = toy_model()
     store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
     devices = [CpuDevice(index) for index in range(num_devices)]
-    traces = StepTraces(TraceTable(steps=steps), folder, devices, total_steps=len(BATCHES))
+    traces = StepTraces(TraceTable(steps=steps, profiler=profiler), folder, devices, total_steps=len(BATCHES))
     under_way = []
     settings = EngineSettings(kept=kept)
     with Engine(model, store, devices, PARTITION, optimizer=optimizer, settings=settings) as engine:
@@ -46,6 +54,7 @@ def train_traced(
                 engine.save(lambda source: held.seen.wait(20.0)).may_publish()
             if validates:
                 engine.evaluate(micro_batches)
+            traces.before_dispatch(step + 1)
             under_way.append(engine.forward_backward(micro_batches))
             engine.step(1e-2)
             if step > 0:
@@ -165,6 +174,22 @@ def test_the_copies_of_an_evaluation_are_in_no_steps_trace(plain, tmp_path):
     assert moved_bytes(spans) == moved_bytes(plain[SYNC][0])
 
 
+def test_a_profile_of_neighbouring_steps_is_one_file_with_the_operators_of_the_workers_threads(tmp_path):
+    train_traced(2, tmp_path, steps=(2, 3), profiler=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3-profiler.json", "step-3.json"]
+    events = json.loads((tmp_path / "step-3-profiler.json").read_text())["traceEvents"]
+    threads = {event["tid"] for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::mm"}
+    assert len(threads) > 1
+
+
+def test_a_profiler_that_cannot_record_all_threads_is_used_without_them_with_a_warning(tmp_path, monkeypatch, caplog):
+    """As in PyTorch 2.11, whose settings lack the one for all threads."""
+    monkeypatch.setattr("torch._C._profiler._ExperimentalConfig", lambda: None)
+    train_traced(1, tmp_path, profiler=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2-profiler.json", "step-2.json"]
+    assert "no operators of the devices' threads" in caplog.text
+
+
 class NextStepComputes(Observer):
     """Says when a device has computed something of the step after the traced one."""
 
@@ -214,9 +239,10 @@ def test_a_trace_that_was_written_at_an_engine_s_end_stays_as_it_is(tmp_path):
     model, device = toy_model(), CpuDevice(0)
     store = toy_store(model)
     traces, files = StepTraces(TraceTable(steps=(1,)), tmp_path, [device], total_steps=2), []
-    for micro_batches in BATCHES[:2]:
+    for step, micro_batches in enumerate(BATCHES[:2]):
         with Engine(model, store, [device], PARTITION, optimizer=OPTIMIZER) as engine:
             traces.start()
+            traces.before_dispatch(step + 1)
             result = engine.forward_backward(micro_batches)
             engine.step(1e-2)
             result.collect()
@@ -243,20 +269,22 @@ def test_steps_in_a_row_share_a_file_with_all_of_their_updates_and_tracing_chang
     assert_same_state(plain[SYNC][1].named_views(), untraced.named_views())
 
 
-def test_traces_of_an_engine_that_fails_keep_no_copies(tmp_path):
+def test_traces_of_an_engine_that_fails_stop_the_profiler_and_keep_no_copies(tmp_path):
     model = toy_model()
     devices = [CpuDevice(0)]
-    traces = StepTraces(TraceTable(steps=(2,)), tmp_path, devices, total_steps=4)
+    traces = StepTraces(TraceTable(steps=(2,), profiler=True), tmp_path, devices, total_steps=4)
     with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
         traces.start()
-        for _ in range(2):
+        for step in (1, 2):
             engine.evaluate(BATCHES[0])
+            traces.before_dispatch(step)
             done = engine.forward_backward(BATCHES[0])
             engine.step(1e-2)
             done.collect()
         assert set(traces._copies) == {1}
     traces.finish()
-    assert not traces._copies and not list(tmp_path.iterdir())
+    assert traces._profile is None and not traces._copies
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2-profiler.json"]
 
 
 def test_copies_of_steps_that_no_trace_needs_are_not_remembered(tmp_path):
@@ -265,7 +293,8 @@ def test_copies_of_steps_that_no_trace_needs_are_not_remembered(tmp_path):
     traces = StepTraces(TraceTable(steps=(1,)), tmp_path, devices, total_steps=4)
     with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
         traces.start()
-        for micro_batches in BATCHES:
+        for step, micro_batches in enumerate(BATCHES):
+            traces.before_dispatch(step + 1)
             done = engine.forward_backward(micro_batches)
             engine.step(1e-2)
             done.collect()

@@ -376,6 +376,9 @@ class TraceTable(Table):
     steps: Many[PositiveInt] = ()
     """Steps, counted from 1, to write to `trace/` in the run's folder. Steps in a row share a file. One too late is a warning."""
 
+    profiler: bool = False
+    """Also write what `torch.profiler` records: operators, kernels, copies, allocations. It slows the steps."""
+
 
 KeptPart = Literal["qkv", "attention", "output", "gate_up", "down"]
 

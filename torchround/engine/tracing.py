@@ -1,4 +1,4 @@
-"""Traces of chosen steps in the Trace Event Format.
+"""Traces of chosen steps in the Trace Event Format, and PyTorch's profile on request.
 
 Tracing never waits for a device, so the trace of asynchronous steps in a row shows how they overlap.
 """
@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchround.config import TraceTable
 from torchround.engine.board import Observer
-from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import Span, SpanKind
 from torchround.untrusted.regular_file import write_whole
@@ -39,6 +39,9 @@ class StepTraces(Observer):
     def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device], total_steps: int) -> None:
         self._steps = frozenset(step - 1 for step in table.steps)
         self._folder, self._devices = folder, devices
+        self._profiles = table.profiler
+        self._profile: Any = None  # of `torch.profiler`, while it records
+        self._last = NO_STEP  # the last traced step that was dispatched
         self._begun: dict[tuple[str, Stream], Mark] = {}
         self._copies: dict[int, list[tuple[int, Span]]] = defaultdict(list)  # each with its device
         self._finished: list[StepResult] = []
@@ -57,6 +60,23 @@ class StepTraces(Observer):
             marks = [*(device.mark(Stream.COMPUTE) for device in self._devices), Mark()]
             self._anchors = [(mark, time.perf_counter()) for mark in marks]
 
+    def before_dispatch(self, step: int) -> None:
+        """Get ready for `step`, counted from 1, which is dispatched next."""
+        if step - 1 not in self._steps:
+            return
+        self._last = step - 1
+        if self._profiles and self._profile is None:
+            from torch._C._profiler import _ExperimentalConfig
+            from torch.profiler import profile
+
+            every_thread: Any = None
+            try:
+                every_thread = _ExperimentalConfig(profile_all_threads=True)
+            except TypeError:
+                logger.warning("trace.profiler: this PyTorch records no operators of the devices' threads")
+            self._profile = profile(profile_memory=True, experimental_config=every_thread)
+            self._profile.start()
+
     def add(self, result: StepResult) -> None:
         """Take a finished step; steps come in order. Writes the trace if it is the last one in a row."""
         if result.step in self._steps:
@@ -65,21 +85,25 @@ class StepTraces(Observer):
                 self.finish()
 
     def finish(self) -> None:
-        """Write what has been traced: the row of steps or the engine has ended, or it failed.
-
-        A disk or device that fails costs the trace, not the run.
-        """
+        """Write what has been traced, and stop the profiler: the row of steps or the engine has ended, or it failed."""
+        if (profile := self._profile) is not None:
+            self._profile = None
+            profile.stop()
+            self._write("-profiler", lambda path: profile.export_chrome_trace(str(path)))
         if self._finished:
-            name = f"step-{self._finished[-1].step + 1}.json"
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._write(self._folder / name)
-            except (OSError, RuntimeError) as error:
-                logger.warning("the trace %s could not be written: %s", name, error)
+            self._write("", self._write_spans)
         self._finished.clear()
         self._copies.clear()
 
-    def _write(self, path: Path) -> None:
+    def _write(self, ending: str, write: Callable[[Path], object]) -> None:
+        """Write a file. A disk or device that fails costs the trace, not the run."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write(self._folder / f"step-{self._last + 1}{ending}.json")
+        except (OSError, RuntimeError) as error:
+            logger.warning("the trace of step %d could not be written: %s", self._last + 1, error)
+
+    def _write_spans(self, path: Path) -> None:
         events = [event for result in self._finished for event in self._events(result) if event["dur"] > 0]
         first_us = min(event["ts"] for event in events)
         for event in events:
