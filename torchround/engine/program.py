@@ -1,7 +1,7 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
-This file alone determines who writes what and when: the tasks wait for each other by the order of the calls here
-(`tasks.py`). The policies are places in this order (`docs/engine.md`).
+This file alone determines who writes what and when in a step, a save and a validation: the tasks wait for each other by the
+order of the calls here (`tasks.py`). The policies are places in this order (`docs/engine.md`).
 
     task, in the order of a step      worker     reads                                       writes
     a stage                           device     device weights                              gradient or a part of it

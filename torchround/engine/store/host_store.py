@@ -144,8 +144,8 @@ class HostStore:
         - the library's state dicts, by `write_weights`;
         - a new engine with fewer stale layers, and the end of one in the middle of a step, by `set_stale_layers`.
 
-        Two others write device weights alone: `share_weights` (`engine/exchange.py`), by which a machine gets those that
-        others own before the first step, and `write_true_weights` around a validation.
+        Others write device weights alone: `share_weights` (`engine/exchange.py`), by which a machine gets those that others
+        own before the first step, and `write_true_weights` and `restore_device_weights` around a validation.
         """
         if bundles is None:
             self.refreshes += 1  # a device that holds a copy of frozen weights uploads them again
