@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from torchround.accelerators import accumulating_in_fp16
-from torchround.checkpoint import CheckpointError
+from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.data import DataError
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
@@ -18,12 +18,12 @@ from torchround.observe import MetricsLogger
 from torchround.observe.record import PromptSample
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
+from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler, reserve_buffers
 from torchround.run.numbers import measured_plan
-from torchround.run.resume import StartingWeights, given_folder
 from torchround.run.run_folder import RunError, disk_need
 from torchround.run.validation import RunValidation
 from torchround.untrusted.terminal import Progress, say
@@ -133,12 +133,13 @@ class Trainer:
     def _initialize(self) -> None:
         """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
         seed, model, config = self.config.run.seed, self._parts.model, self.config
-        folder = given_folder(config)  # of a run that begins with the weights in a checkpoint
-        begins_with = self._parts.pretrained if folder is None else StartingWeights(folder)
+        begins_with = self._parts.pretrained
         if begins_with is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
         else:
             say(f"{self._folder.path}: a new run; reading its weights from {begins_with.folder}")
+            if config.checkpoint.load == "weights":
+                verify_checkpoint(begins_with.folder, Progress("verifying them", text=size_text).advance)
         if begins_with is None and config.lora.rank:
             logger.warning(
                 "lora.rank = %d: the frozen weights below the adapters are random, so there is little to learn; give "

@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": ("plan_run", "plan a run for this machine or another one: time, memory, what would help"),
     "inspect_data": ("inspect_data", "show the sequences that a run would read"),
     "train": ("train_model", "train a model, or resume: torchround train --config NAME.toml"),
-    "page": ("draw_page", "draw the metrics of runs as an HTML page, or their losses as a picture"),
+    "page": ("draw_page", "draw the metrics of runs as an HTML page"),
     "checkpoint": ("manage_checkpoints", "list and verify the checkpoints of a run"),
     "try_model": ("try_model", "score text with a trained model, and continue prompts"),
     "export_hf": ("export_hf", "export a checkpoint as a Hugging Face folder"),

@@ -272,6 +272,13 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def starting_weights(checkpoint: Path, model: LayeredModel, mapped: Mapped) -> PretrainedWeights:
+    """Open all weights of a checkpoint for a new run of `model`, but those that stay `mapped`. Raises `HFError`."""
+    stored = checkpoint_weights(checkpoint)
+    names = {name: name for name in model.stored_shapes() if name not in mapped}
+    return PretrainedWeights(checkpoint, names, model.stored_shapes(), stored, tensors=stored)
+
+
 @dataclass(frozen=True)
 class SavedModel:
     """The model of a checkpoint and its weights. `base` has those that the run left in the files of its base model."""

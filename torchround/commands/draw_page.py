@@ -1,22 +1,21 @@
 """Draw the metrics of one or several runs as one HTML page, which needs no network and no account.
 
     torchround page outputs/my-run outputs/another-run --output compared.html
-    torchround page outputs/my-run outputs/another-run --output compared.png
 
 A run draws its own `page.html` and `loss.png` when it ends. This draws a run that is still training, and compares runs:
-each run has a colour, and the table switches runs off and on. A name that ends in `.png` asks for the picture of the losses.
+each run has a colour, and the table switches runs off and on.
 """
 
 import sys
 from pathlib import Path
 
 from torchround.commands import new_parser
-from torchround.observe.run_page import PAGE_FILE, draw_losses, write_page
+from torchround.observe.run_page import PAGE_FILE, write_page
 from torchround.untrusted.terminal import say, terminal_safe
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the page or the picture. Returns the exit code: 2 if a folder has no metrics or the file cannot be written."""
+    """Draw the page. Returns the exit code: 2 if a folder has no metrics or the file cannot be written."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, with metrics.jsonl")
@@ -24,10 +23,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     output = options.output or options.runs[0] / PAGE_FILE
     try:
-        if output.suffix == ".png":
-            draw_losses(options.runs, output)
-        else:
-            write_page(options.runs, output)
+        write_page(options.runs, output)
     except (OSError, ValueError) as error:
         reason: object = error
         if isinstance(error, FileNotFoundError):

@@ -27,6 +27,7 @@ from torchround.commands.configured_model import (
     find_tokenizer,
     find_weights,
     model_config,
+    starting_weights,
 )
 from torchround.commands.export_hf import export
 from torchround.commands.generation_files import stop_tokens
@@ -131,6 +132,9 @@ def build(
     pretrained, mapped = find_weights(options, model)
     hardware = hardware or find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
+    start = given_folder(config)
+    if start is not None and config.checkpoint.load == "weights" and not folder.checkpointer().checkpoints():
+        pretrained = starting_weights(start, model, mapped)
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
     plan = plan_with_advice(question)

@@ -3,12 +3,10 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from torchround.checkpoint import (
@@ -18,16 +16,11 @@ from torchround.checkpoint import (
     ForeignCheckpointError,
     Loaded,
     load_checkpoint,
-    open_checkpoint,
-    verify_checkpoint,
 )
-from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
+from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config
-from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
-from torchround.optim.split_weights import join
-from torchround.planning.memory import size_text
 from torchround.run.run_folder import RunError
-from torchround.untrusted.terminal import Progress, terminal_safe
+from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +53,7 @@ def find_checkpoint(
 ) -> Loaded | None:
     """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
-    Returns None if there is neither, or if `checkpoint.load` asks for the weights only (`StartingWeights`). `optional`
+    Returns None if there is neither, or if `checkpoint.load` asks for the weights only. `optional`
     says by name which tensors may be missing. One warning names the settings that have changed. Raises `RunError` for a
     checkpoint of another kind of run, and `CheckpointError` for damaged ones.
     """
@@ -149,37 +142,6 @@ def require_steps_left(config: Config, path: Path, step: int) -> None:
             f'{config.training.num_steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
             "weights"
         )
-
-
-@dataclass(frozen=True)
-class StartingWeights:
-    """The weights in the checkpoint `folder`, and nothing else of it, for a run that begins at step 0."""
-
-    folder: Path
-
-    def load(self, filling: Mapping[str, AbstractContextManager[Tensor]]) -> None:
-        """Fill the weights, by parameter name (`HostStore.filling`), each converted to its own type. Raises `RunError`."""
-        try:
-            verify_checkpoint(self.folder, Progress(f"verifying {self.folder}", text=size_text).advance)
-            names = open_checkpoint(self.folder).files.keys() - {STATE_FILE}
-        except CheckpointError as error:
-            raise RunError(f"checkpoint.load_path: {error}") from error
-        with ExitStack() as stack:
-            holders: dict[str, Any] = {}
-            for name in names:
-                file = stack.enter_context(safe_open(self.folder / name, framework="pt"))
-                holders |= dict.fromkeys(file.keys(), file)
-            if missing := [name for name in filling if f"{WEIGHTS}/{name}" not in holders]:
-                raise RunError(f"checkpoint.load_path: {self.folder} lacks {', '.join(missing[:5])}")
-            for name, filled in filling.items():
-                kept, residual = f"{WEIGHTS}/{name}", f"{RESIDUAL}/{name}"
-                value = holders[kept].get_tensor(kept)
-                if residual in holders:  # the two halves of fp32 weights
-                    value = join(value, holders[residual].get_tensor(residual))
-                with filled as weight:
-                    if value.shape != weight.shape:
-                        raise RunError(f"checkpoint.load_path: {self.folder}: {name} has another shape")
-                    weight.copy_(value)
 
 
 def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config) -> None:
