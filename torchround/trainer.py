@@ -24,8 +24,7 @@ from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler, reserve_buffers
 from torchround.run.numbers import measured_plan
-from torchround.run.run_folder import RunError, disk_need
-from torchround.run.validation import RunValidation
+from torchround.run.run_folder import RunError, require_room
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
@@ -67,10 +66,8 @@ class Trainer:
         self._total_steps = config.training.num_steps
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
-        micro_batch_size = config.training.micro_batch_size
-        self._validation = RunValidation(
-            config.validation, parts.validation, micro_batch_size, parts.machines
-        )
+        self._validation = parts.validation
+        self._validates = config.validation.interval_steps > 0
         self._metrics = MetricsLogger({})
         # The dispatched steps that are not reported yet, and the newest one that is.
         self._under_way: deque[Dispatched] = deque()
@@ -91,8 +88,9 @@ class Trainer:
                 "data.epochs to continue)"
             )
             return 0
-        room = disk_need(folder, parts.question)
-        machines.same_mistakes(room.require_one, (RunError,), "whether checkpoints have room")
+        machines.same_mistakes(
+            lambda: require_room(folder, parts.question), (RunError,), "whether checkpoints have room"
+        )
         self.store = build_store(
             parts.model, parts.numbers, parts.hardware, parts.mapped, machines.ownership()
         )
@@ -217,7 +215,7 @@ class Trainer:
         try:
             try:
                 with engine:
-                    reserve_buffers(engine, self.config.training, self._validation.is_on)
+                    reserve_buffers(engine, self.config.training, self._validates)
                     self._traces.start()
                     try:
                         yield engine
@@ -276,7 +274,7 @@ class Trainer:
         """
         bad = self._bad_steps.error
         may_validate = is_over and not is_stopped and bad is None
-        if may_validate and self._validation.is_on and self._under_way:
+        if may_validate and self._validates and self._under_way:
             self._validate(engine)
         self._report(leave=0)
         self._checkpoints.finish_saves()
@@ -335,7 +333,7 @@ class Trainer:
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded(), engine.true_device_weights():
             loss = self._validation.loss(engine)
-            samples = self._parts.samples.made_by(engine, self._machines)
+            samples = self._validation.samples(engine)
         if loss is not None:
             self._checkpoints.add_validation(loss)
         self._report(leave=0, loss=loss, samples=samples)

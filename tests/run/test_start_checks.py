@@ -17,7 +17,7 @@ from torchround.config import parse_command_line
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.optim.formats import BLOCK
 from torchround.run.checkpoints import MOST_WAIT_S, RETRY_S, save_with_patience
-from torchround.run.run_folder import disk_need
+from torchround.run.run_folder import checkpoint_bytes
 from torchround.run.several_machines import RunMachines
 
 __all__ = ["small_runs"]
@@ -40,7 +40,6 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_ru
     options = parse_command_line(["--config", "small.toml", "--run.name=run", "--training.steps=1", *mode])
     alone = RunMachines()
     parts = train_model.build(options, alone, alone.planned())
-    need = disk_need(parts.folder, parts.question)
     assert small_runs("run", "--training.steps=1", *mode) == 0
     saved, padded_bytes = small_runs.state("run", 1), 0.0
     for name, view in saved.items():
@@ -49,7 +48,7 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_ru
         numel = saved[f"weights/{parameter}"].numel()
         padded = -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         padded_bytes += view.element_size() * padded / (BLOCK if kind.endswith("_scale") else 1)
-    assert need.checkpoint_bytes == padded_bytes
+    assert checkpoint_bytes(parts.question) == padded_bytes
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused(small_runs, monkeypatch, capsys):

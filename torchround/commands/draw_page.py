@@ -6,12 +6,12 @@ A run draws its own `page.html` and `loss.png` when it ends. This draws a run th
 each run has a colour, and the table switches runs off and on.
 """
 
-import sys
 from pathlib import Path
 
 from torchround.commands import new_parser
+from torchround.commands.configured_model import end_with_message
 from torchround.observe.run_page import PAGE_FILE, write_page
-from torchround.untrusted.terminal import say, terminal_safe
+from torchround.untrusted.terminal import say
 
 
 def main(arguments: list[str]) -> int:
@@ -22,13 +22,10 @@ def main(arguments: list[str]) -> int:
     add("--output", type=Path, metavar="FILE", help=f"(default: {PAGE_FILE} in the folder of the first run)")
     options = parser.parse_args(arguments)
     output = options.output or options.runs[0] / PAGE_FILE
-    try:
+
+    def draw() -> int:
         write_page(options.runs, output)
-    except (OSError, ValueError) as error:
-        reason: object = error
-        if isinstance(error, FileNotFoundError):
-            reason = f"{error.filename} is not there; legal: folders of runs that logged a step"
-        print(f"page: {terminal_safe(reason)}", file=sys.stderr)
-        return 2
-    say(str(output))
-    return 0
+        say(str(output))
+        return 0
+
+    return end_with_message(draw, (OSError, ValueError))

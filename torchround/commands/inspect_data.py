@@ -99,4 +99,3 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
         shown = tokenizer.decode([token for token, _ in run])
         text += f"«{shown}»" if masked else shown
     return text
-

@@ -90,8 +90,7 @@ def verify(folder: Path) -> int:
             print(f"checkpoint {path}: sound")
         except CheckpointError as error:
             if path != folder and not path.exists():
-                print(f"checkpoint {path}: deleted meanwhile, as a run does with old ones")
-                continue
+                continue  # a run has deleted it meanwhile
             print(error, file=sys.stderr)
             num_damaged += 1
     print(f"{num_damaged} are damaged" if num_damaged else "all are sound")

@@ -31,7 +31,7 @@ usage: python train.py --config NAME.toml [--table.key VALUE ...]
   --config NAME.toml   the run; looked up as given, then in configs/
   --table.key VALUE    any key of a config, for example --training.steps 20; VALUE is TOML, a bare word is a string
   --print-config       print the resolved configuration as TOML, then stop
-  --dry-run            print the plan and the memory it needs, then stop (--print-config: and the configuration)
+  --dry-run            print the plan and the memory it needs, then stop
   --help               print this text; `python -m torchround.config` prints every key
 """
 
@@ -55,7 +55,7 @@ class Options:
     """Print the resolved config as TOML, then stop."""
 
     dry_run: bool = False
-    """Print the plan and the memory it needs, then stop; with `print_config` the resolved config first."""
+    """Print the plan and the memory it needs, then stop."""
 
     def error(self, key: str, message: str) -> ConfigError:
         """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""

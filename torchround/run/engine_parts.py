@@ -1,8 +1,8 @@
 """The parts of a run: what its command builds, and the host store and the engine that its loop makes of them."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torchround.accelerators import kind_of
 from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
@@ -14,7 +14,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
-from torchround.layer import FileTensor, LayeredModel, MicroBatch
+from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.observe.console import duration
@@ -31,7 +31,7 @@ from torchround.run.numbers import RunNumbers, compiles_layers
 from torchround.run.run_folder import CONFIG_FILE, RunFolder
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter, flops_per_token
-from torchround.run.validation import RunSamples
+from torchround.run.validation import RunValidation
 
 # From this size on `engine.compile = "auto"` compiles the update. Compiling takes about 1 s and then saves at least 2 ns per
 # parameter and step on two cores, so that at this size it pays for itself in some 250 steps.
@@ -42,30 +42,28 @@ COMPILE_FROM_PARAMETERS = 2**21
 class RunParts:
     """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
-    `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
-    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `samples`
-    continues the prompts of validations. `machines` are those of the run, this one among them.
+    `loader` is at the start of the data. `plan` is the
+    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `machines` are those of the run, this one among them.
     """
 
     config: Config
     folder: RunFolder
     model: LayeredModel
     loader: Loader
-    validation: Iterable[MicroBatch]
+    validation: RunValidation
     numbers: RunNumbers
     hardware: Hardware
     question: RunQuestion
     plan: Plan
     pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[FileTensor]]
-    samples: RunSamples = field(default_factory=RunSamples)
-    machines: RunMachines = field(default_factory=RunMachines)
+    machines: RunMachines
 
     def identity(self) -> dict[str, str]:
         """Return what must be the same on all machines besides the configuration, by names for messages."""
         found = self.loader.fingerprints()
-        if isinstance(self.validation, ValidationLoader):
-            found |= self.validation.fingerprints()
+        if isinstance(self.validation.batches, ValidationLoader):
+            found |= self.validation.batches.fingerprints()
         if self.pretrained is not None:
             found["pretrained weights"] = self.pretrained.fingerprint()
         return found
