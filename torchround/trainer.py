@@ -3,20 +3,22 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchround.accelerators import accumulating_in_fp16
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.data import DataError
-from torchround.data.step_batches import StepBatch
+from torchround.data.step_batches import StepBatch, StepBatches
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger
+from torchround.observe.console import duration
 from torchround.observe.record import PromptSample
-from torchround.observe.run_page import draw_pictures
+from torchround.observe.run_page import PAGE_FILE, draw_pictures
 from torchround.optim import LRSchedule
 from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
@@ -123,7 +125,8 @@ class Trainer:
                 handled = self.config.data.long_documents
                 say(f"documents longer than a sequence: {long} (long_documents = {handled})")
             if exit_code == 0 and machines.is_first and self._meter.mean_tokens_per_s():
-                say(parts.closing_text(self._meter))
+                rate = f"{self._meter.mean_tokens_per_s():,.0f} tokens/s on average"
+                say(f"time     {duration(self._meter.elapsed_s)}, {rate}; see {folder.path / PAGE_FILE}")
             saved = self._checkpoints.saved_step
             say(f"{folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code
@@ -172,8 +175,16 @@ class Trainer:
             )
         self._folder.describe(self.config, plan)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
-        self._batches = self._machines.step_batches(
-            self._loader, self.config.training.micro_batch_size, plan.rounds, self._meter.waiting_for_data
+        machines, size = self._machines, self.config.training.micro_batch_size
+        self._batches = StepBatches(
+            *(self._loader, size, plan.rounds),
+            agree=partial(machines.agree, "batches", what="the batch of the next step")
+            if machines.group
+            else None,
+            machine=machines.rank,
+            num_machines=machines.size,
+            names=machines.names,
+            reading=self._meter.waiting_for_data,
         )
         self._meter.start()
         if first < until:
@@ -186,10 +197,8 @@ class Trainer:
                 plan = measured_plan(parts.question, plan, measured)
             measured.clear()  # the results hold the marks of an engine that has ended
             say(f"planned again from {measure_steps} measured steps:\n{plan}")
-            try:
+            with suppress(RunError):  # a full disk must not cost steps; losses do not depend on the plan
                 self._folder.describe(self.config, plan)
-            except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
-                logger.warning("%s; training continues", error)
         with self._running_engine(plan) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
 

@@ -8,8 +8,9 @@ after saving. The machines of one run end with the same code, except that 1 may 
 
 import logging
 import os
+import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 
 import torch
@@ -57,7 +58,7 @@ from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.resume import check_start, first_state, given_folder, resumed_stale_layers
 from torchround.run.run_folder import RunFolder, disk_text, require_room
-from torchround.run.several_machines import RunMachines, is_first_process, joined_machines, quiet_unless_first
+from torchround.run.several_machines import RunMachines, joined_machines
 from torchround.run.validation import RunValidation, best_of, kept_losses
 from torchround.trainer import Trainer
 from torchround.untrusted.terminal import Progress, say
@@ -76,7 +77,9 @@ def main(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """Do what the command line says. Raises the errors that `main` turns into messages."""
-    with quiet_unless_first(os.environ):
+    is_first = os.environ.get("RANK", "0") == "0"
+    # The other processes of a launch print errors alone.
+    with nullcontext() if is_first else open(os.devnull, "w") as out, redirect_stdout(out or sys.stdout):
         options = parse_command_line(arguments)
         if options.print_config:
             print(to_toml(options.config), end="")
@@ -84,7 +87,7 @@ def run(arguments: list[str]) -> int:
         with deterministic_operations(options.config.training.deterministic):  # plans count what it takes
             if options.dry_run:
                 check_start(options.config, RunFolder(options.config.run).checkpointer())
-                return dry_run(options) if is_first_process(os.environ) else 0
+                return dry_run(options) if is_first else 0
             with joined_machines(os.environ, options.config) as machines:
                 return train(options, machines)
 

@@ -1,12 +1,11 @@
 """The parts of a run: what its command builds, and the host store and the engine that its loop makes of them."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchround.accelerators import kind_of
 from torchround.config import Config, EngineTable, OptimizerTable, TrainingTable
-from torchround.data.loader import Loader, ValidationLoader, reads_conversations
+from torchround.data.loader import Loader, ValidationLoader
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
@@ -17,8 +16,6 @@ from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.observe import MetricsLogger, open_metrics
-from torchround.observe.console import duration
-from torchround.observe.run_page import PAGE_FILE
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer
 from torchround.planning.machine_shares import step_share
@@ -28,7 +25,7 @@ from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
-from torchround.run.run_folder import CONFIG_FILE, RunFolder
+from torchround.run.run_folder import RunFolder
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter, flops_per_token
 from torchround.run.validation import RunValidation
@@ -101,21 +98,6 @@ class RunParts:
             self.config.model_dump(mode="json"),
             resumed_step=resumed_step,
             wandb_run_id=wandb_run_id,
-        )
-
-    def closing_text(self, meter: StepMeter) -> str:
-        """Return the lines at the end of a run: how fast it was, what to open, and how to sample and to export."""
-        run, checkpointer = shlex.quote(str(self.folder.path)), self.folder.checkpointer()
-        checkpoint = checkpointer.named(checkpointer.latest_step() or 0)
-        options = " --chat" * reads_conversations(self.config.data)
-        if module := self.config.model.module:
-            options += f" --model.module {shlex.quote(module)}"
-        return (
-            f"time     {duration(meter.elapsed_s)}, {meter.mean_tokens_per_s():,.0f} tokens/s on average\n"
-            f"open     {self.folder.path / PAGE_FILE}; checkpoint {checkpoint}\n"
-            f'next     torchround try_model --run {run}{options} --prompt "..", '
-            f"torchround export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER "
-            f"--config {shlex.quote(str(self.folder.path / CONFIG_FILE))}"
         )
 
 

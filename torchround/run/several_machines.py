@@ -3,18 +3,14 @@
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
 
-import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from torchround.checkpoint import MachineTeam
 from torchround.config import Config
-from torchround.data.loader import Loader
-from torchround.data.step_batches import StepBatches
 from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
@@ -24,21 +20,6 @@ from torchround.observe.record import MachineTimes, StepRecord
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
 
 T = TypeVar("T")
-
-
-def is_first_process(environment: Mapping[str, str]) -> bool:
-    """Whether a process of this environment is the first of its launch, or the only one."""
-    return environment.get("RANK", "0") == "0"
-
-
-@contextmanager
-def quiet_unless_first(environment: Mapping[str, str]) -> Iterator[None]:
-    """Let only the first process of a launch print to standard output in the block. All may print errors."""
-    if is_first_process(environment):
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        yield
 
 
 @contextmanager
@@ -123,18 +104,6 @@ class RunMachines:
         if self.group is None:
             return ONE_MACHINE
         return PlannedMachines(self.size, measure_rate(self.group))
-
-    def step_batches(
-        self,
-        loader: Loader,
-        micro_batch_size: int,
-        rounds: int,
-        reading: Callable[[], AbstractContextManager[None]],
-    ) -> StepBatches:
-        """Return the steps of `loader` as this machine trains on them, with `rounds` rounds on each machine."""
-        agree = partial(self.agree, "batches", what="the batch of the next step") if self.group else None
-        place = agree, self.rank, self.size
-        return StepBatches(loader, micro_batch_size, rounds, *place, names=self.names, reading=reading)
 
     def ownership(self) -> Ownership | None:
         """Return which part of the fp32 state this machine holds; None for all of it."""
