@@ -306,7 +306,6 @@ class Trainer:
 
     @property
     def _position(self) -> RunPosition:
-        """The run's position after the newest step that was dispatched."""
         return self._checkpoints.position
 
     def _next_batch(self, engine: Engine, stop: StopRequest) -> StepBatch | None:

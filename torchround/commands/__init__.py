@@ -41,14 +41,12 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def positive_integer(text: str) -> int:
-    """Parse an integer of at least 1 on the command line."""
     if (value := int(text)) < 1:
         raise ValueError
     return value
 
 
 def main() -> NoReturn:
-    """Start the command that the first argument names."""
     run_command(_start_named)
 
 

@@ -43,7 +43,6 @@ def main(arguments: list[str]) -> int:
 
 
 def look(names: list[str]) -> int:
-    """Print the facts, and each config with its plan."""
     # The clone that this package is in has configs; an installed package has none.
     shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
     configs = [find_config(name) for name in names] or shipped
@@ -79,7 +78,6 @@ def machine_facts() -> Iterator[tuple[str, str]]:
 
 
 def config_text(path: Path) -> str:
-    """Say whether a config fits this machine, and what it takes or lacks."""
     try:
         options = parse_command_line(["--config", str(path)])
         found = find_hardware(options.config.engine)

@@ -28,7 +28,6 @@ CHECKPOINTS = "checkpoints"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     parser = new_parser(__doc__)
     parser.add_argument("command", choices=("list", "verify"))

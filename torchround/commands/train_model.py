@@ -70,7 +70,6 @@ FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     return end_with_message(lambda: run(arguments), MISTAKES, FAULTS)
 

@@ -69,7 +69,6 @@ PASS_BATCHES = 4
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     options, overrides = parse(arguments)
     mistakes = (*MISTAKES, DataError, CheckpointError)

@@ -51,7 +51,6 @@ class RunPosition:
     validation: ValidationProgress | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return its values as a checkpoint holds them. A run without validations saves none."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -82,7 +81,6 @@ class RunCheckpoints:
 
     @property
     def position(self) -> RunPosition:
-        """Position after the newest step that was dispatched."""
         return self.positions[-1]
 
     def complete_step(self) -> int | None:
@@ -243,7 +241,6 @@ class RunCheckpoints:
         tensors: Mapping[str, Tensor],
         watch: SaveWatch | None = None,
     ) -> str:
-        """Write a checkpoint. Returns the line that reports it."""
         start_s = time.monotonic()
         state = {
             **position.state(),
@@ -281,7 +278,6 @@ class RunCheckpoints:
 
 
 def _is_older_weight(name: str) -> bool:
-    """Whether a tensor is part of an older weight version, which `async` and the stale layers of `bounded` need."""
     return name.startswith(OLDER_WEIGHTS)
 
 

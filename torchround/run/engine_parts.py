@@ -87,7 +87,6 @@ class RunParts:
         )
 
     def open_metrics(self, resumed_step: int, wandb_run_id: str | None) -> MetricsLogger:
-        """Open the reporters of the run. Only the first machine has any."""
         if not self.machines.is_first:
             return MetricsLogger({}, wandb_run_id)
         return open_metrics(
@@ -182,7 +181,6 @@ def reserve_buffers(engine: Engine, training: TrainingTable, validates: bool) ->
 
 
 def compiles_update(table: EngineTable, store: HostStore) -> bool:
-    """Whether `engine.compile` asks for a compiled update of this model."""
     if table.compile == "auto":
         return sum(bundle.numel for bundle in store.trained) >= COMPILE_FROM_PARAMETERS
     return table.compile

@@ -269,7 +269,6 @@ def layer_numels(model: LayeredModel) -> list[tuple[int, int]]:
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:
-    """Return the number of parameters, each tied one once, and how many of them are trained."""
     unique = {id(parameter): parameter for layer in model.layers for parameter in layer.parameters()}
     trained = sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad)
     return sum(parameter.numel() for parameter in unique.values()), trained

@@ -151,7 +151,6 @@ def first_state(
 
 
 def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config) -> None:
-    """Warn of the changed settings that decide losses."""
     if changed := changes(state, config, LOSS_KEYS):
         message = f"{path} was made with other settings; from now on {', '.join(changed)}"
         logger.warning("%s", terminal_safe(message))

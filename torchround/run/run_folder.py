@@ -65,7 +65,6 @@ class RunFolder:
         return self
 
     def _open(self) -> None:
-        """Make the folder, and lock it on machine 0."""
         try:
             # A network's file system may remember that the folder was not there; making it asks the server.
             self.path.mkdir(parents=True, exist_ok=True)
@@ -78,7 +77,6 @@ class RunFolder:
             self._take_lock()
 
     def _holder(self) -> str:
-        """Return what the lock's file says of its holder."""
         try:
             return read_regular(self.path / ".lock", 200).decode(errors="replace").strip()
         except OSError:
@@ -155,7 +153,6 @@ class RunFolder:
 
 
 def disk_text(folder: RunFolder, question: RunQuestion) -> str:
-    """Say what a checkpoint takes, and what is free on the disk of the run."""
     free_bytes = free_for_checkpoints(folder)
     free = "" if free_bytes is None else f"; {size_text(free_bytes)} are free"
     return f"a checkpoint takes {size_text(checkpoint_bytes(question))}{free}"

@@ -58,7 +58,6 @@ class RunMachines:
 
     @property
     def is_first(self) -> bool:
-        """Whether this machine reports for all."""
         return self.rank == 0
 
     def agree(self, channel: str, value: Any, what: str) -> list[Any]:
@@ -110,7 +109,6 @@ class RunMachines:
         return None if self.group is None else Ownership(self.rank, self.size)
 
     def share_weights(self, store: HostStore) -> None:
-        """Give every machine the device weights of all owners, once those are initialised or restored."""
         if self.group is not None:
             share_weights(store, self.group)
 

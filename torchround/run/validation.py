@@ -61,7 +61,6 @@ class ValidationProgress:
         return replace(self, loss=loss, since_best=self.since_best + 1)
 
     def stop_reason(self, patience: int) -> str | None:
-        """Return why `validation.patience` ends the run, None if it does not."""
         if patience == 0 or self.since_best < patience:
             return None
         best = "none" if self.best_loss is None else f"{self.best_loss:.4f} at step {self.best_step}"
