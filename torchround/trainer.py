@@ -156,33 +156,26 @@ class Trainer:
 
         Returns why the run ended, and the exit code that says so.
         """
-        parts, plan, first, total_steps = (
-            self._parts,
-            self._parts.plan,
-            self._position.step,
-            self._total_steps,
-        )
+        parts, first, total_steps = self._parts, self._position.step, self._total_steps
+        plan, machines = parts.plan, self._machines
         measure_steps = self.config.engine.measure_steps if parts.question.given is None else 0
         until = min(first + measure_steps, total_steps)
         # A card of unknown speed gets no times.
         is_timed = parts.question.device is not None
-        if until == first:
-            say(f"plan     of {len(plan.stages)} stages\n{plan.text(is_timed)}")
-        else:
-            forecast = f"; until then from counted ones\n{plan}" if is_timed else ""
-            say(
-                f"plan     each layer is timed for {until - first} steps; the plan is made from their times{forecast}"
-            )
+        purpose = (
+            "" if until == first else f" for {until - first} steps, which time each layer for the next plan"
+        )
+        say(f"plan     of {len(plan.stages)} stages{purpose}\n{plan.text(is_timed)}")
         self._folder.describe(self.config, plan)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
-        machines, size = self._machines, self.config.training.micro_batch_size
+        agree = partial(machines.agree, "batches", what="the batch of the next step")
         self._batches = StepBatches(
-            *(self._loader, size, plan.rounds),
-            agree=partial(machines.agree, "batches", what="the batch of the next step")
-            if machines.group
-            else None,
-            machine=machines.rank,
-            num_machines=machines.size,
+            self._loader,
+            self.config.training.micro_batch_size,
+            plan.rounds,
+            agree if machines.group else None,
+            machines.rank,
+            machines.size,
             names=machines.names,
             reading=self._meter.waiting_for_data,
         )

@@ -85,7 +85,6 @@ def run(arguments: list[str]) -> int:
             return 0
         with deterministic_operations(options.config.training.deterministic):  # plans count what it takes
             if options.dry_run:
-                check_start(options.config, RunFolder(options.config.run).checkpointer())
                 return dry_run(options) if is_first else 0
             with joined_machines(os.environ, options.config) as machines:
                 return train(options, machines)
@@ -94,12 +93,9 @@ def run(arguments: list[str]) -> int:
 def train(options: Options, machines: RunMachines) -> int:
     """Train on this machine, one of `machines`. Returns the exit code."""
     planned = machines.planned()
-
-    def checked() -> RunParts:
-        check_start(options.config, run_folder(options, machines).checkpointer())
-        return build(options, machines, planned)
-
-    parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
+    parts = machines.same_mistakes(
+        lambda: build(options, machines, planned), MISTAKES, "what each machine found at the start"
+    )
     machines.require_same(parts.identity)
     rule = machines.of_first((parts.plan.rounds, parts.plan.stale_layers), "rounds and stale layers")
     parts = machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
@@ -118,7 +114,9 @@ def build(
 
     `planned` is what the planner knows of `machines`. `hardware` is this machine's if it is not given.
     """
-    config = options.config
+    config, folder = options.config, RunFolder(options.config.run, MachineTeam.of(machines.group))
+    checkpointer = folder.checkpointer()
+    check_start(config, checkpointer)
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
     if config.metrics.module is not None and machines.is_first:
@@ -127,9 +125,8 @@ def build(
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
     hardware = hardware or find_hardware(config.engine, machines.host_share)
-    folder = run_folder(options, machines)
     start = given_folder(config)
-    if start is not None and config.checkpoint.load == "weights" and not folder.checkpointer().checkpoints():
+    if start is not None and config.checkpoint.load == "weights" and not checkpointer.checkpoints():
         pretrained = starting_weights(start, model, mapped)
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
@@ -194,10 +191,6 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
     return steps
 
 
-def run_folder(options: Options, machines: RunMachines) -> RunFolder:
-    return RunFolder(options.config.run, MachineTeam.of(machines.group))
-
-
 def dry_run(options: Options) -> int:
     """Print the run's plan with all that it needs. Raises the errors of `build`.
 
@@ -216,20 +209,15 @@ def dry_run(options: Options) -> int:
 
 
 def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:
-    """Fix the rounds and the stale layers at a run's first start. Losses depend on them, so they are not planned again.
+    """Keep the rounds and the stale layers of the checkpoints, because losses depend on them.
 
     Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
     """
-    checkpointer, kept = folder.checkpointer(), folder.kept_plan()
-    if kept is not None and checkpointer.latest_step() is None:
-        # The first start ended before its first checkpoint, and its settings may have been edited since.
-        same = kept.update == question.update and kept.partition.num_layers == len(question.costs().layers)
-        kept = kept if same else None
+    checkpointer = folder.checkpointer()
     if question.update == "bounded":
         stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)
-        if stale_layers is None and kept is not None and kept.update == "bounded":
-            stale_layers = kept.stale_layers
         question = replace(question, stale_layers=stale_layers)
+    kept = None if checkpointer.latest_step() is None else folder.kept_plan()
     if kept is None or question.rounds != "auto" or question.given is not None:
         return question
     # The batch may be smaller now, and a round has at least one micro-batch.

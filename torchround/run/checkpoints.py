@@ -29,7 +29,7 @@ from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.resume import find_checkpoint, warn_of_changes
 from torchround.run.run_folder import RunError, RunFolder
-from torchround.run.validation import ValidationProgress, best_of, kept_losses, loss_in
+from torchround.run.validation import ValidationProgress, best_of, kept_losses
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
@@ -253,8 +253,8 @@ class RunCheckpoints:
         if self._config.validation.keep_best and self._team.rank == 0:
             losses = kept_losses(self._checkpointer)
             losses.pop(position.step, None)
-            if (loss := loss_in(state)) is not None:
-                losses[position.step] = loss
+            if position.validation is not None and position.validation.loss is not None:
+                losses[position.step] = position.validation.loss
             # Set before the save, which deletes older checkpoints once the new one is complete, and only then.
             self._checkpointer.best_step = best_of(losses)
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())

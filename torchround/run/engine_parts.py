@@ -10,7 +10,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel
@@ -108,10 +108,14 @@ def build_store(
     ownership: Ownership | None = None,
 ) -> HostStore:
     """Allocate the host store, without initial weights. `mapped` and `ownership` as in `HostStore`."""
+    policy = POLICIES[numbers.engine.update]
+    # With an optimizer that cannot predict, nothing corrects the delay.
+    if policy is ASYNC and numbers.engine.delay_correction != "none" and numbers.optimizer.can_predict:
+        policy = ASYNC_PREDICT
     store = HostStore(
         model,
         numbers.dtype,
-        policy=update_policy(numbers.engine, numbers.optimizer.can_predict),
+        policy=policy,
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         gradient_dtype=numbers.gradient_dtype,
@@ -121,15 +125,6 @@ def build_store(
     )
     store.spikes = SpikeBounds(numbers.spike_factor, numbers.training.spike_window)
     return store
-
-
-def update_policy(table: EngineTable, can_predict: bool = True) -> UpdatePolicy:
-    """Return the policy that `engine.update` and `engine.delay_correction` ask for.
-
-    With an optimizer that cannot predict, nothing corrects the delay.
-    """
-    policy, corrects = POLICIES[table.update], table.delay_correction != "none" and can_predict
-    return ASYNC_PREDICT if policy is ASYNC and corrects else policy
 
 
 def build_engine(

@@ -29,20 +29,13 @@ logger = logging.getLogger(__name__)
 # seed. These make another model, which is refused:
 MODEL_KEYS = ("model.family", "model.flavor", "model.shape", "lora.rank", "lora.targets", "lora.map_base")
 # These decide which tensors a checkpoint holds besides; an error about tensors names them:
-STORED_KEYS = (
-    *("training.dtype", "engine.update", "engine.delay_correction", "optimizer.name", "optimizer.state"),
-)
+ENGINE_KEYS = ("engine.update", "engine.delay_correction")
+STORED_KEYS = ("training.dtype", *ENGINE_KEYS, "optimizer.name", "optimizer.state")
 # These decide losses, and are reported:
 LOSS_KEYS = (
     "model.hf_path",  # frozen weights that stay in their files are read from there again
     *("training", "optimizer", "lr_schedule", "lora.alpha", "lora.dropout"),
-    *(
-        "engine.update",
-        "engine.delay_correction",
-        "engine.rounds",
-        "engine.grad_dtype",
-        "engine.accumulate_dtype",
-    ),
+    *(*ENGINE_KEYS, "engine.rounds", "engine.grad_dtype", "engine.accumulate_dtype"),
 )
 
 

@@ -168,22 +168,14 @@ class RunValidation:
         return tuple(map(PromptSample, (prompt.text for prompt in self.prompts), texts))
 
 
-def loss_in(state: Mapping[str, Any]) -> float | None:
-    """Return the validation loss of a checkpoint's step from its state, None if it has none that a run could save."""
-    try:
-        return ValidationProgress.from_state(state.get("validation")).loss
-    except ValueError:
-        return None
-
-
 def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
     """Return step and validation loss of each checkpoint whose own step was validated. Reads the state of all."""
     losses = {}
     for step in checkpointer.checkpoints():
         try:
-            loss = loss_in(checkpointer.read_state(step))
-        except CheckpointError:
-            continue  # a damaged checkpoint is no candidate; listing and loading name the damage
+            loss = ValidationProgress.from_state(checkpointer.read_state(step).get("validation")).loss
+        except (CheckpointError, ValueError):
+            continue  # not validated, or damaged, which listing and loading name
         if loss is not None:
             losses[step] = loss
     return losses
