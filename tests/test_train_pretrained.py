@@ -31,8 +31,8 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1.0}
 # Further faults of the files are asked in tests/hf/test_pretrained.py.
 FAULTS = {
     "no folder": (lambda folder: (folder / "release").rename(folder / "gone"), 'hf_path: given "release"'),
-    "another family": (changed(model_type="qwen3_moe"), 'model_type "qwen3_moe"; legal: "qwen3"; '),
-    "a model that no family reads": (changed(model_type="mamba"), '; "transformers" for most other decoders'),
+    "another family": (changed(model_type="qwen3_moe"), 'model_type "qwen3_moe"; legal: "qwen3"'),
+    "a model that no family reads": (changed(model_type="mamba"), 'legal: "transformers"'),
     "a model without a type": (changed(model_type=None), "has model_type null"),
     "a truncated file": (truncate, "model.safetensors: truncated"),
     "another activation": (changed(hidden_act="gelu"), "hidden_act = 'gelu'"),

@@ -191,6 +191,12 @@ def open_weights(
     return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
 
 
+def family_of(content: Mapping[str, Any]) -> str:
+    """Return the name of the family that reads a `config.json`. The borrowed one reads, or refuses, all other kinds."""
+    kind = str(content.get("model_type"))
+    return next((own.name for own in OWN_FAMILIES.values() if kind in own.hf_model_types), BORROWED)
+
+
 def warn_of_positions(what: str, tokens: int, config: KnownShape) -> None:
     """Warn if `what` may make a document longer than the model knows. RoPE has no limit of its own, so it is legal."""
     if tokens > (known := config.known_positions):
@@ -211,13 +217,8 @@ def _released_config(options: Options, family: ModelFamily, path: Path) -> Known
         content = read_object(path)
         kind = content.get("model_type")
         if family.name != BORROWED and kind not in family.hf_model_types:
-            readers = {kind: own.name for own in OWN_FAMILIES.values() for kind in own.hf_model_types}
-            legal = {readers[kind]} if isinstance(kind, str) and kind in readers else set(readers.values())
             text = f"given {show(family.name)}, but {path} has model_type {show(kind)}"
-            others = f"{show(BORROWED)} for most other decoders of transformers"
-            raise options.error(
-                "model.family", f"{text}; legal: {', '.join(map(show, sorted(legal)))}; {others}"
-            )
+            raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
         if (quantised := quantised_kind(content)) is not None:
             raise HFError(f"{path.parent}: {quantised_advice(quantised)}")
         return family.config_from_hf(content)

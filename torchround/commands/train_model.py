@@ -97,7 +97,7 @@ def train(options: Options, machines: RunMachines) -> int:
         lambda: build(options, machines, planned), MISTAKES, "what each machine found at the start"
     )
     machines.require_same(parts.identity)
-    rule = machines.of_first((parts.plan.rounds, parts.plan.stale_layers), "rounds and stale layers")
+    rule = machines.agree("start", [parts.plan.rounds, parts.plan.stale_layers], "rounds and stale layers")[0]
     parts = machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
     with parts.folder:  # locked to the end, the export included
         say(description(parts))
@@ -243,8 +243,8 @@ def description(parts: RunParts) -> str:
         f"disk     {disk_text(parts.folder, parts.question)}",
     ]
     if machines.group is not None:
-        lines.append(f"machines {machines.size}: {', '.join(machines.names)}")
-        lines.append(f"network  {exchange_text(parts.question, parts.plan)}")
+        names = f"{machines.size}: {', '.join(machines.names)}"
+        lines += [f"machines {names}", f"network  {exchange_text(parts.question, parts.plan)}"]
     if config.lora.map_base:
         mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
         lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")

@@ -50,9 +50,6 @@ class RunPosition:
     data: dict[str, Any]
     validation: ValidationProgress | None = None
 
-    def state(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
 
 class RunCheckpoints:
     """The checkpoints of one run: restored from, saved beside training, and saved after a fault.
@@ -243,8 +240,7 @@ class RunCheckpoints:
     ) -> str:
         start_s = time.monotonic()
         state = {
-            **position.state(),
-            "data": position.data,
+            **{name: value for name, value in asdict(position).items() if value is not None},
             **resume_state,
             "skipped_steps": position.step - resume_state["applied_updates"],
             "wandb_run_id": self.wandb_run_id,

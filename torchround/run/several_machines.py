@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torchround.checkpoint import MachineTeam
 from torchround.config import Config
@@ -66,9 +66,6 @@ class RunMachines:
         `what` names the value in messages. `channel` is one of `CHANNELS`; each is for one thread.
         """
         return [value] if self.group is None else self.group.channel(channel).gather(value, what)
-
-    def of_first(self, value: T, what: str) -> T:
-        return cast(T, self.agree("start", value, what)[0])
 
     def same_mistakes(self, make: Callable[[], T], mistakes: tuple[type[Exception], ...], what: str) -> T:
         """Call `make` on all machines, and return its value here. If it raises one of `mistakes` on some, all raise.
