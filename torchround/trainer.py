@@ -182,7 +182,9 @@ class Trainer:
         self._meter.start()
         if first < until:
             measured: list[StepResult] = []
-            end = self._train_measured(plan, stop, until, measured)
+            with self._running_engine(plan, times_layers=True) as engine:
+                end = self._train(engine, stop, until, measured)
+            del engine  # no name may refer to it while the next one runs
             if end is not None or until == total_steps:
                 return end or COMPLETE
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
@@ -194,14 +196,6 @@ class Trainer:
                 self._folder.describe(self.config, plan)
         with self._running_engine(plan) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
-
-    def _train_measured(
-        self, plan: Plan, stop: StopRequest, until: int, measured: list[StepResult]
-    ) -> tuple[str, int] | None:
-        """Run the steps that measure, on an engine of their own, and add them to `measured`. Returns as `_train` does."""
-        # A function of its own, so that no name refers to this engine while the next one runs.
-        with self._running_engine(plan, times_layers=True) as engine:
-            return self._train(engine, stop, until, measured)
 
     @contextmanager
     def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:

@@ -87,7 +87,7 @@ def question_of(
     """Return the planner's question for a model that is built already; the last two arguments as in `run_question`."""
     return run_question(
         model,
-        RunNumbers.of(config),
+        RunNumbers(config.training, config.engine, config.optimizer),
         hardware,
         mapped,
         validates=config.validation.interval_steps > 0,

@@ -148,7 +148,7 @@ def build(
         model=model,
         loader=loader,
         validation=validation,
-        numbers=RunNumbers.of(config),
+        numbers=RunNumbers(config.training, config.engine, config.optimizer),
         hardware=hardware,
         question=question,
         plan=plan,
