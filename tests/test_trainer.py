@@ -73,7 +73,7 @@ def test_the_resolved_config_can_be_run_again_and_is_the_same(small_runs):
 def test_a_run_ends_with_a_page_and_says_where(small_runs, capsys):
     """`tests/observe/test_run_page.py` asks what is drawn beside it."""
     assert small_runs("run", "--training.steps=2") == 0
-    page = re.search(r"^open     ([^;]+);", capsys.readouterr().out, re.MULTILINE)[1]
+    page = re.search(r"^time .*; see (.+)$", capsys.readouterr().out, re.MULTILINE)[1]
     assert (small_runs.folder / page).is_file()
 
 

@@ -3,29 +3,30 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchround.accelerators import accumulating_in_fp16
-from torchround.checkpoint import CheckpointError
+from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.data import DataError
-from torchround.data.step_batches import StepBatch
+from torchround.data.step_batches import StepBatch, StepBatches
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
+from torchround.observe.console import duration
 from torchround.observe.logger import MetricsLogger
 from torchround.observe.record import PromptSample
-from torchround.observe.run_page import draw_pictures
+from torchround.observe.run_page import PAGE_FILE, draw_pictures
 from torchround.optim import LRSchedule
+from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler
 from torchround.run.numbers import measured_plan
-from torchround.run.resume import StartingWeights, given_folder
-from torchround.run.run_folder import RunError, disk_need
-from torchround.run.validation import RunValidation
+from torchround.run.run_folder import RunError, require_room
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,8 @@ class Trainer:
         self._total_steps = config.training.num_steps
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
-        micro_batch_size = config.training.micro_batch_size
-        self._validation = RunValidation(
-            config.validation, parts.validation, micro_batch_size, parts.machines
-        )
+        self._validation = parts.validation
+        self._validates = config.validation.interval_steps > 0
         self._metrics = MetricsLogger({})
         # The dispatched steps that are not reported yet, and the newest one that is.
         self._under_way: deque[Dispatched] = deque()
@@ -91,8 +90,9 @@ class Trainer:
                 "data.epochs to continue)"
             )
             return 0
-        room = disk_need(folder, parts.question)
-        machines.same_mistakes(room.require_one, (RunError,), "whether checkpoints have room")
+        machines.same_mistakes(
+            lambda: require_room(folder, parts.question), (RunError,), "whether checkpoints have room"
+        )
         self.store = build_store(
             parts.model, parts.numbers, parts.hardware, parts.mapped, machines.ownership()
         )
@@ -125,7 +125,8 @@ class Trainer:
                 handled = self.config.data.long_documents
                 say(f"documents longer than a sequence: {long} (long_documents = {handled})")
             if exit_code == 0 and machines.is_first and self._meter.mean_tokens_per_s():
-                say(parts.closing_text(self._meter))
+                rate = f"{self._meter.mean_tokens_per_s():,.0f} tokens/s on average"
+                say(f"time     {duration(self._meter.elapsed_s)}, {rate}; see {folder.path / PAGE_FILE}")
             saved = self._checkpoints.saved_step
             say(f"{folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code
@@ -133,12 +134,13 @@ class Trainer:
     def _initialize(self) -> None:
         """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
         seed, model, config = self.config.run.seed, self._parts.model, self.config
-        folder = given_folder(config)  # of a run that begins with the weights in a checkpoint
-        begins_with = self._parts.pretrained if folder is None else StartingWeights(folder)
+        begins_with = self._parts.pretrained
         if begins_with is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
         else:
             say(f"{self._folder.path}: a new run; reading its weights from {begins_with.folder}")
+            if config.checkpoint.load == "weights":
+                verify_checkpoint(begins_with.folder, Progress("verifying them", text=size_text).advance)
         if begins_with is None and config.lora.rank:
             logger.warning(
                 "lora.rank = %d: the frozen weights below the adapters are random, so there is little to learn; give "
@@ -154,32 +156,35 @@ class Trainer:
 
         Returns why the run ended, and the exit code that says so.
         """
-        parts, plan, first, total_steps = (
-            self._parts,
-            self._parts.plan,
-            self._position.step,
-            self._total_steps,
-        )
+        parts, first, total_steps = self._parts, self._position.step, self._total_steps
+        plan, machines = parts.plan, self._machines
         measure_steps = self.config.engine.measure_steps if parts.question.given is None else 0
         until = min(first + measure_steps, total_steps)
         # A card of unknown speed gets no times.
         is_timed = parts.question.device is not None
-        if until == first:
-            say(f"plan     of {len(plan.stages)} stages\n{plan.text(is_timed)}")
-        else:
-            forecast = f"; until then from counted ones\n{plan}" if is_timed else ""
-            say(
-                f"plan     each layer is timed for {until - first} steps; the plan is made from their times{forecast}"
-            )
+        purpose = (
+            "" if until == first else f" for {until - first} steps, which time each layer for the next plan"
+        )
+        say(f"plan     of {len(plan.stages)} stages{purpose}\n{plan.text(is_timed)}")
         self._folder.describe(self.config, plan)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
-        self._batches = self._machines.step_batches(
-            self._loader, self.config.training.micro_batch_size, plan.rounds, self._meter.waiting_for_data
+        agree = partial(machines.agree, "batches", what="the batch of the next step")
+        self._batches = StepBatches(
+            self._loader,
+            self.config.training.micro_batch_size,
+            plan.rounds,
+            agree if machines.group else None,
+            machines.rank,
+            machines.size,
+            names=machines.names,
+            reading=self._meter.waiting_for_data,
         )
         self._meter.start()
         if first < until:
             measured: list[StepResult] = []
-            end = self._train_measured(plan, stop, until, measured)
+            with self._running_engine(plan, times_layers=True) as engine:
+                end = self._train(engine, stop, until, measured)
+            del engine  # no name may refer to it while the next one runs
             if end is not None or until == total_steps:
                 return end or COMPLETE
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
@@ -187,20 +192,10 @@ class Trainer:
                 plan = measured_plan(parts.question, plan, measured)
             measured.clear()  # the results hold the marks of an engine that has ended
             say(f"planned again from {measure_steps} measured steps:\n{plan}")
-            try:
+            with suppress(RunError):  # a full disk must not cost steps; losses do not depend on the plan
                 self._folder.describe(self.config, plan)
-            except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
-                logger.warning("%s; training continues", error)
         with self._running_engine(plan) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
-
-    def _train_measured(
-        self, plan: Plan, stop: StopRequest, until: int, measured: list[StepResult]
-    ) -> tuple[str, int] | None:
-        """Run the steps that measure, on an engine of their own, and add them to `measured`. Returns as `_train` does."""
-        # A function of its own, so that no name refers to this engine while the next one runs.
-        with self._running_engine(plan, times_layers=True) as engine:
-            return self._train(engine, stop, until, measured)
 
     @contextmanager
     def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
@@ -274,7 +269,7 @@ class Trainer:
         """
         bad = self._bad_steps.error
         may_validate = is_over and not is_stopped and bad is None
-        if may_validate and self._validation.is_on and self._under_way:
+        if may_validate and self._validates and self._under_way:
             self._validate(engine)
         self._report(leave=0)
         self._checkpoints.finish_saves()
@@ -297,7 +292,6 @@ class Trainer:
 
     @property
     def _position(self) -> RunPosition:
-        """The run's position after the newest step that was dispatched."""
         return self._checkpoints.position
 
     def _next_batch(self, engine: Engine, stop: StopRequest) -> StepBatch | None:
@@ -333,7 +327,7 @@ class Trainer:
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded(), engine.true_device_weights():
             loss = self._validation.loss(engine)
-            samples = self._parts.samples.made_by(engine, self._machines)
+            samples = self._validation.samples(engine)
         if loss is not None:
             self._checkpoints.add_validation(loss)
         self._report(leave=0, loss=loss, samples=samples)

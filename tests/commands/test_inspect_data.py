@@ -36,7 +36,7 @@ def inspect(folder, *arguments):
     return printed.getvalue().splitlines()
 
 
-def test_documents_and_sources_are_shown_with_what_is_not_learnt_marked(tmp_path):
+def test_documents_are_shown_with_what_is_not_learnt_marked(tmp_path):
     assert inspect(tmp_path) == [
         "--- batch 0, sequence 0",
         "   0      12 tokens  «<|bos|>»0123456789<|eos|>",
@@ -45,13 +45,10 @@ def test_documents_and_sources_are_shown_with_what_is_not_learnt_marked(tmp_path
         "   0       3 tokens  «r»t<|eos|>",
         "   1      13 tokens  «<|bos|>»longlonglong",
         "--- 32 positions: 100.00% tokens, 93.75% with a label",
-        f"--- {tmp_path}/a.txt: 1 documents, 12 tokens (23.5%)",
-        f"--- {tmp_path}/b.jsonl: 2 documents, 39 tokens (76.5%)",
-        "--- 0 bad records",
     ]
 
 
-def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what_is_bad(tmp_path):
+def test_conversations_are_shown_with_what_is_learnt_and_how_full_they_pack(tmp_path):
     """Turns begin with <|bos|> and the role's letter. The third conversation has 59 tokens. The last record is broken."""
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     records = [{"instruction": "q", "output": "a" * length} for length in (1, 5, 50)]
@@ -77,11 +74,7 @@ def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what
         "   0      16 tokens  «<|bos|>u:q<|eos|><|bos|>a:»aaaaaaaa",
         "--- 48 positions: 83.33% tokens, 35.42% with a label",
     ]
-    assert lines[9] == "--- 1 documents longer than a sequence: cut"
-    assert lines[-2:] == [
-        "--- 1 bad records",
-        f"     {tmp_path}/chats.jsonl, line 4: not valid JSON: Expecting value: line 1 column 1 (char 0)",
-    ]
+    assert lines[9:] == ["--- 1 documents longer than a sequence: cut"]
 
 
 def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_inside_it(tmp_path, capsys):

@@ -45,7 +45,7 @@ def test_list_shows_what_is_there_and_what_is_damaged(run, capsys):
         checkpoint_name(7, UNFINISHED),
     ]
     assert all(line.endswith("complete") for line in lines[1:7])
-    assert "left by a killed save" in lines[7]
+    assert "unfinished" in lines[7]
     assert not any("0.00 GiB" in line for line in lines) and " MiB" in lines[1]
     (run / "checkpoints" / checkpoint_name(4) / "state.json").unlink()
     assert main(["list", str(run / "checkpoints")]) == 1

@@ -10,13 +10,13 @@ from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weight
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
-from torchround.commands.configured_model import build_model
+from torchround.commands.configured_model import build_model, starting_weights
 from torchround.commands.manage_checkpoints import main as manage
 from torchround.config import parse_command_line
 from torchround.engine.store.bundles import POLICIES, Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.run.checkpoints import RunCheckpoints
-from torchround.run.resume import StartingWeights, given_folder
+from torchround.run.resume import given_folder
 from torchround.run.run_folder import RunFolder
 
 __all__ = ["small_runs"]
@@ -88,7 +88,8 @@ def test_two_machines_continue_from_a_checkpoint_of_one_or_begin_with_its_weight
         options, positions = options_of("--run.name=other", load, *overrides), []
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
         if not checkpoints.restore(store, SimpleNamespace(load_state_dict=positions.append, state_dict=dict)):
-            StartingWeights(given_folder(options.config)).load(store.filling())
+            folder, model = given_folder(options.config), build_model(options, BYTES_VOCABULARY)
+            starting_weights(folder, model, {}).load(store.filling())
             return {**store.weights()}
         assert checkpoints.position.step == store.step == STEPS
         assert positions == [small_runs.saved_state(name)["data"]]

@@ -1,7 +1,7 @@
 """The data of a run on several machines that talk to each other through real connections."""
 
 import json
-from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from tests.support.machines import run_machines
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import DataError, Loader, build_tokenizer
+from torchround.data.step_batches import StepBatches
 from torchround.machines.group import LaunchError
 from torchround.run.several_machines import RunMachines
 
@@ -26,7 +27,9 @@ def loader_of(folder, letter="a", bad=None, **keys):
 
 
 def steps_on(group, loader, count):
-    batches = RunMachines(group).step_batches(loader, 1, 1, nullcontext)
+    machines = RunMachines(group)
+    agree = partial(machines.agree, "batches", what="the batch of the next step")
+    batches = StepBatches(loader, 1, 1, agree, machines.rank, machines.size, names=machines.names)
     return [step for step in islice(iter(lambda: batches.next()[0], None), count) if step is not None]
 
 

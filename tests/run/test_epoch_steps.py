@@ -1,11 +1,12 @@
 """Steps from epochs: the number is exact, shown, and right after a resume and a change of the batch size."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.small_run import files_of, small_runs, stop_after, write_text
-from torchround.commands.train_model import count_steps
+from torchround.commands.train_model import steps_of_epochs
 from torchround.config import load_config
 from torchround.data import Loader, build_tokenizer
 from torchround.run.run_folder import RunFolder
@@ -68,7 +69,7 @@ def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs, overrid
     sizes = config.training.seq_len, config.training.global_batch_size
     drawn = len(list(Loader(config.data, tokenizer, *sizes, config.run.seed)))
     loader = Loader(config.data, tokenizer, *sizes, config.run.seed)
-    assert count_steps(config, loader, RunFolder(config.run)) == drawn > 1
+    assert steps_of_epochs(SimpleNamespace(config=config), loader, RunFolder(config.run)) == drawn > 1
     assert len(list(loader)) == drawn, "it is at the start of the data again"
     loader.close()
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": ("plan_run", "plan a run for this machine or another one: time, memory, what would help"),
     "inspect_data": ("inspect_data", "show the sequences that a run would read"),
     "train": ("train_model", "train a model, or resume: torchround train --config NAME.toml"),
-    "page": ("draw_page", "draw the metrics of runs as an HTML page, or their losses as a picture"),
+    "page": ("draw_page", "draw the metrics of runs as an HTML page"),
     "checkpoint": ("manage_checkpoints", "list and verify the checkpoints of a run"),
     "try_model": ("try_model", "score text with a trained model, and continue prompts"),
     "export_hf": ("export_hf", "export a checkpoint as a Hugging Face folder"),
@@ -41,14 +41,12 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def positive_integer(text: str) -> int:
-    """Parse an integer of at least 1 on the command line."""
     if (value := int(text)) < 1:
         raise ValueError
     return value
 
 
 def main() -> NoReturn:
-    """Start the command that the first argument names."""
     run_command(_start_named)
 
 

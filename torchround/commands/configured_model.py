@@ -190,6 +190,12 @@ def open_weights(
     return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
 
 
+def family_of(content: Mapping[str, Any]) -> str:
+    """Return the name of the family that reads a `config.json`. The borrowed one reads, or refuses, all other kinds."""
+    kind = str(content.get("model_type"))
+    return next((own.name for own in OWN_FAMILIES.values() if kind in own.hf_model_types), BORROWED)
+
+
 def warn_of_positions(what: str, tokens: int, config: Any) -> None:
     """Warn if `what` may make a document longer than the model knows. RoPE has no limit of its own, so it is legal."""
     if tokens > (known := config.known_positions):
@@ -210,13 +216,8 @@ def _released_config(options: Options, family: ModelFamily, path: Path) -> Any:
         content = read_object(path)
         kind = content.get("model_type")
         if family.name != BORROWED and kind not in family.hf_model_types:
-            readers = {kind: own.name for own in OWN_FAMILIES.values() for kind in own.hf_model_types}
-            legal = {readers[kind]} if isinstance(kind, str) and kind in readers else set(readers.values())
             text = f"given {show(family.name)}, but {path} has model_type {show(kind)}"
-            others = f"{show(BORROWED)} for most other decoders of transformers"
-            raise options.error(
-                "model.family", f"{text}; legal: {', '.join(map(show, sorted(legal)))}; {others}"
-            )
+            raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
         if (quantised := quantised_kind(content)) is not None:
             raise HFError(f"{path.parent}: {quantised_advice(quantised)}")
         return family.config_from_hf(content)
@@ -269,6 +270,13 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
         whole = replace(upper, dtype_name="F32", begin=0, nbytes=2 * upper.nbytes)
         found[parameter] = StoredSplitWeight(**vars(whole), upper=upper, residual=residual)
     return found
+
+
+def starting_weights(checkpoint: Path, model: LayeredModel, mapped: Mapped) -> PretrainedWeights:
+    """Open all weights of a checkpoint for a new run of `model`, but those that stay `mapped`. Raises `HFError`."""
+    stored = checkpoint_weights(checkpoint)
+    names = {name: name for name in model.stored_shapes() if name not in mapped}
+    return PretrainedWeights(checkpoint, names, model.stored_shapes(), stored, tensors=stored)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@
 Every config is planned for the devices and the memory that are free now. Nothing is trained, and nothing is written.
 """
 
-import logging
 import os
 import platform
 import resource
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from torchround.accelerators import AcceleratorKind, present_kind
+from torchround.accelerators import present_kind
 from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES, end_with_message
 from torchround.commands.plan_run import configured_question, known_vocab_size
@@ -27,7 +26,6 @@ from torchround.config.load import find_config
 from torchround.engine.errors import EngineError
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import report_plan
-from torchround.run import hardware
 from torchround.run.hardware import available_host_bytes, find_hardware
 from torchround.run.run_folder import checkpoint_bytes
 from torchround.untrusted.terminal import say
@@ -45,20 +43,14 @@ def main(arguments: list[str]) -> int:
 
 
 def look(names: list[str]) -> int:
-    """Print the facts, and each config with its plan."""
     # The clone that this package is in has configs; an installed package has none.
     shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
     configs = [find_config(name) for name in names] or shipped
-    log = logging.getLogger(hardware.__name__)
-    log.disabled = True  # why a card is not found is a fact here
-    try:
-        for name, text in machine_facts():
-            say(f"{name:<{NAME_WIDTH}}{text}")
-        say("\nconfigs, planned for these devices and the memory that is free now")
-        for config in configs:
-            say(f"{config.name:<{NAME_WIDTH}}{config_text(config)}")
-    finally:
-        log.disabled = False
+    for name, text in machine_facts():
+        say(f"{name:<{NAME_WIDTH}}{text}")
+    say("\nconfigs, planned for these devices and the memory that is free now")
+    for config in configs:
+        say(f"{config.name:<{NAME_WIDTH}}{config_text(config)}")
     return 0
 
 
@@ -79,27 +71,13 @@ def machine_facts() -> Iterator[tuple[str, str]]:
             for index in range(kind.count()):
                 free, whole = map(size_text, kind.free_and_total_bytes(index))
                 yield f"device {index}", f"{kind.card_name(index)}: {free} free of {whole}"
-            yield "compiled layers", compiler_text(kind)
     except (EngineError, RuntimeError) as error:  # a card in use by others, or a driver that fails
         reason, *_ = str(error).split("\n")
         yield "devices", f"cannot be used: {reason}"
     yield "disk", f"{size_text(shutil.disk_usage(Path()).free)} are free in {Path().absolute()}"
 
 
-def compiler_text(kind: AcceleratorKind) -> str:
-    """Compile and run one kernel, and say whether that works."""
-    if (missing := kind.missing_compiler()) is not None:
-        return missing
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=kind.name))
-    except Exception as error:  # noqa: BLE001  (compilers raise errors of any type)
-        reason = str(error).strip().partition("\n")[0]
-        return f"a kernel could not be compiled ({type(error).__name__}: {reason}); layers run uncompiled"
-    return "Inductor compiled a kernel, which ran"
-
-
 def config_text(path: Path) -> str:
-    """Say whether a config fits this machine, and what it takes or lacks."""
     try:
         options = parse_command_line(["--config", str(path)])
         found = find_hardware(options.config.engine)

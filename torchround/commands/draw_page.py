@@ -1,40 +1,33 @@
 """Draw the metrics of one or several runs as one HTML page, which needs no network and no account.
 
     torchround page outputs/my-run outputs/another-run --output compared.html
-    torchround page outputs/my-run outputs/another-run --output compared.png
 
 A run draws its own `page.html` and `loss.png` when it ends. This draws a run that is still training, and compares runs:
-each run has a colour, and the table switches runs off and on. A name that ends in `.png` asks for the picture of the losses.
+each run has a colour, and the table switches runs off and on.
 """
 
-import sys
 from pathlib import Path
 
 from torchround.commands import new_parser
-from torchround.observe.run_page import PAGE_FILE, draw_losses, write_page
-from torchround.untrusted.terminal import say, terminal_safe
+from torchround.commands.configured_model import end_with_message
+from torchround.observe.run_page import PAGE_FILE, write_page
+from torchround.untrusted.terminal import say
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the page or the picture. Returns the exit code: 2 if a folder has no metrics or the file cannot be written."""
+    """Draw the page. Returns the exit code: 2 if a folder has no metrics or the file cannot be written."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, with metrics.jsonl")
     add("--output", type=Path, metavar="FILE", help=f"(default: {PAGE_FILE} in the folder of the first run)")
     options = parser.parse_args(arguments)
     output = options.output or options.runs[0] / PAGE_FILE
-    try:
-        if output.suffix == ".png":
-            draw_losses(options.runs, output)
-        else:
-            write_page(options.runs, output)
-    except (OSError, ValueError) as error:
-        reason: object = error
+
+    def draw() -> int:
         if options.output and not output.parent.is_dir():
-            reason = f"{output} cannot be written: there is no such folder"
-        elif isinstance(error, FileNotFoundError):
-            reason = f"{error.filename} is not there; legal: folders of runs that logged a step"
-        print(f"page: {terminal_safe(reason)}", file=sys.stderr)
-        return 2
-    say(str(output))
-    return 0
+            raise ValueError(f"{output} cannot be written: there is no such folder")
+        write_page(options.runs, output)
+        say(str(output))
+        return 0
+
+    return end_with_message(draw, (OSError, ValueError))

@@ -53,7 +53,6 @@ OWN_KEYS = ("model.hf_path", "model.module", "tokenizer.path", "tokenizer.chat_t
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="folder of one checkpoint, in a run's checkpoints")

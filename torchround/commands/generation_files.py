@@ -54,7 +54,6 @@ def write_generation(folder: Path, content: dict[str, Any], config: Config) -> l
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file as people read it: indented, with a line break at the end."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 

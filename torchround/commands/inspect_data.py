@@ -1,4 +1,4 @@
-"""Show what a run would read: its first batches as text, how well they are packed, and what each source gives.
+"""Show what a run would read: its first batches as text, and how well they are packed.
 
     torchround inspect_data --config debug.toml --batches 2 --data.shuffle false
 
@@ -9,7 +9,6 @@ sequence before, its first token here is the last label there. Long documents ar
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -18,13 +17,10 @@ from torchround.commands import new_parser, positive_integer
 from torchround.commands.configured_model import MISTAKES, end_with_message, find_tokenizer, model_config
 from torchround.config import Config, parse_command_line
 from torchround.data import DataError, Loader, Tokenizer, num_tokens
-from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
-from torchround.data.reading_order import Reader
-from torchround.data.tokenising import tokenise
+from torchround.data.loader import packs_whole_documents
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 CHARACTERS_SHOWN = 160
-SURVEYED = 1000  # documents
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +41,6 @@ def main(arguments: Sequence[str]) -> int:
         if any(source.content == "tokens" for source in parsed.config.data.sources):
             vocab_size = model_config(parsed, tokenizer.vocab_size)[1].vocab_size
         print_batches(parsed.config, tokenizer, vocab_size, options)
-        print_survey(parsed.config, tokenizer, vocab_size)
         return 0
 
     return end_with_message(inspect, (*MISTAKES, DataError))
@@ -104,27 +99,3 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
         shown = tokenizer.decode([token for token, _ in run])
         text += f"«{shown}»" if masked else shown
     return text
-
-
-def print_survey(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Print documents and tokens by source, and the bad records by file and line.
-
-    It reads the first `SURVEYED` documents in the order of training, at most one pass over each source. Bad records are
-    skipped, even if `data.on_bad_record` is `stop`.
-    """
-    # One epoch: without a limit the mix never ends. One bad record must not hide the others.
-    data = config.data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
-    sources = open_sources(data, tokenizer, vocab_size)
-    reader = Reader(sources, replace(mix_settings(data, config.run.seed), max_bad_fraction=1.0))
-    reader.reset()
-    documents, tokens = [0] * len(sources), [0] * len(sources)
-    for piece in reader:  # a long document comes in several
-        tokens[piece.source] += len(tokenise(tokenizer, piece).tokens)
-        documents[piece.source] += piece.last
-        if sum(documents) == SURVEYED:
-            break
-    for source, count, own in zip(sources, documents, tokens, strict=True):
-        print(f"--- {source.name}: {count} documents, {own} tokens ({own / max(1, sum(tokens)):.1%})")
-    print(f"--- {sum(progress['bad'] for progress in reader.get_state()['sources'])} bad records")
-    for record in reader.bad_records:
-        print(f"     {record}")

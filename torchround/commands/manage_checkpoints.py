@@ -21,14 +21,13 @@ from torchround.commands import CommandError, new_parser
 from torchround.commands.configured_model import end_with_message
 from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
-from torchround.run.validation import kept_losses
+from torchround.run.validation import best_of, kept_losses
 from torchround.untrusted.terminal import Progress, terminal_safe
 
 CHECKPOINTS = "checkpoints"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     parser = new_parser(__doc__)
     parser.add_argument("command", choices=("list", "verify"))
@@ -39,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def list_all(folder: Path) -> int:
-    """Print a table of the checkpoints by rising step, then of leftovers of killed saves.
+    """Print a table of the checkpoints by rising step, then of those that are being written or deleted, or were when a run was killed.
 
     Tensors are not read, so `complete` says that all files have their sizes, not that they are sound.
     """
@@ -55,13 +54,10 @@ def list_all(folder: Path) -> int:
             reason = str(error).removeprefix(f"checkpoint {path}: ")  # the row names the path already
             condition = reason if is_foreign else f"damaged: {reason}"
             any_damaged |= not is_foreign
-        best = ", the best" if losses and step == min(losses, key=losses.__getitem__) else ""
+        best = ", the best" if step == best_of(losses) else ""
         loss = f"{losses[step]:.4f}{best}" if step in losses else ""
         rows.append(_row(path, loss, condition))
-    for path in checkpointer.leftovers():
-        is_new = path.suffix == ".tmp"
-        condition = "being written, or left by a killed save" if is_new else "being deleted"
-        rows.append(_row(path, "", condition))
+    rows += [_row(path, "", "unfinished") for path in checkpointer.leftovers()]
     print(text_table(rows, num_names=5))
     return int(any_damaged)
 
@@ -90,8 +86,7 @@ def verify(folder: Path) -> int:
             print(f"checkpoint {path}: sound")
         except CheckpointError as error:
             if path != folder and not path.exists():
-                print(f"checkpoint {path}: deleted meanwhile, as a run does with old ones")
-                continue
+                continue  # a run has deleted it meanwhile
             print(error, file=sys.stderr)
             num_damaged += 1
     print(f"{num_damaged} are damaged" if num_damaged else "all are sound")

@@ -87,7 +87,7 @@ def question_of(
     """Return the planner's question for a model that is built already; the last two arguments as in `run_question`."""
     return run_question(
         model,
-        RunNumbers.of(config),
+        RunNumbers(config.training, config.engine, config.optimizer),
         hardware,
         mapped,
         validates=config.validation.interval_steps > 0,
@@ -159,7 +159,6 @@ def advice(question: RunQuestion) -> Iterator[str]:
 
 
 def report_lines(report: PlanReport) -> Iterator[str]:
-    """Yield the report as lines and tables."""
     question, plan = report.question, report.plan
     limits = question.host_bytes, question.device_bytes
     of_host, of_device = ("" if limit is None else f" of {gib_text(limit)}" for limit in limits)
@@ -201,7 +200,6 @@ def _host_table(report: PlanReport) -> str:
 
 
 def planned_machines(table: MachinesTable) -> PlannedMachines:
-    """Return the machines that a dry run and the `plan` command plan for."""
     rate = None if table.gbit_per_s is None else usable_bytes_per_s(table.gbit_per_s)
     return PlannedMachines(table.planned, rate)
 

@@ -8,7 +8,9 @@ after saving. The machines of one run end with the same code, except that 1 may 
 
 import logging
 import os
+import sys
 from collections.abc import Iterable
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 
 import torch
@@ -18,7 +20,6 @@ from torchround.checkpoint import (
     CheckpointError,
     MachineTeam,
     checkpoint_name,
-    open_checkpoint,
 )
 from torchround.commands import configured_model
 from torchround.commands.configured_model import (
@@ -27,6 +28,7 @@ from torchround.commands.configured_model import (
     find_tokenizer,
     find_weights,
     model_config,
+    starting_weights,
 )
 from torchround.commands.export_hf import export
 from torchround.commands.generation_files import stop_tokens
@@ -54,16 +56,10 @@ from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
-from torchround.run.resume import (
-    given_folder,
-    require_same_model,
-    require_steps_left,
-    resumable,
-    resumed_stale_layers,
-)
-from torchround.run.run_folder import RunError, RunFolder, disk_need
-from torchround.run.several_machines import RunMachines, is_first_process, joined_machines, quiet_unless_first
-from torchround.run.validation import RunSamples, best_of, kept_losses
+from torchround.run.resume import check_start, first_state, given_folder, resumed_stale_layers
+from torchround.run.run_folder import RunFolder, disk_text, require_room
+from torchround.run.several_machines import RunMachines, joined_machines
+from torchround.run.validation import RunValidation, best_of, kept_losses
 from torchround.trainer import Trainer
 from torchround.untrusted.terminal import Progress, say
 
@@ -74,22 +70,22 @@ FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     return end_with_message(lambda: run(arguments), MISTAKES, FAULTS)
 
 
 def run(arguments: list[str]) -> int:
     """Do what the command line says. Raises the errors that `main` turns into messages."""
-    with quiet_unless_first(os.environ):
+    is_first = os.environ.get("RANK", "0") == "0"
+    # The other processes of a launch print errors alone.
+    with nullcontext() if is_first else open(os.devnull, "w") as out, redirect_stdout(out or sys.stdout):
         options = parse_command_line(arguments)
-        if options.print_config and not options.dry_run:
+        if options.print_config:
             print(to_toml(options.config), end="")
             return 0
         with deterministic_operations(options.config.training.deterministic):  # plans count what it takes
             if options.dry_run:
-                check_start(options, RunMachines())
-                return dry_run(options) if is_first_process(os.environ) else 0
+                return dry_run(options) if is_first else 0
             with joined_machines(os.environ, options.config) as machines:
                 return train(options, machines)
 
@@ -97,14 +93,11 @@ def run(arguments: list[str]) -> int:
 def train(options: Options, machines: RunMachines) -> int:
     """Train on this machine, one of `machines`. Returns the exit code."""
     planned = machines.planned()
-
-    def checked() -> RunParts:
-        check_start(options, machines)
-        return build(options, machines, planned)
-
-    parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
+    parts = machines.same_mistakes(
+        lambda: build(options, machines, planned), MISTAKES, "what each machine found at the start"
+    )
     machines.require_same(parts.identity)
-    rule = machines.of_first((parts.plan.rounds, parts.plan.stale_layers), "rounds and stale layers")
+    rule = machines.agree("start", [parts.plan.rounds, parts.plan.stale_layers], "rounds and stale layers")[0]
     parts = machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
     with parts.folder:  # locked to the end, the export included
         say(description(parts))
@@ -121,7 +114,9 @@ def build(
 
     `planned` is what the planner knows of `machines`. `hardware` is this machine's if it is not given.
     """
-    config = options.config
+    config, folder = options.config, RunFolder(options.config.run, MachineTeam.of(machines.group))
+    checkpointer = folder.checkpointer()
+    check_start(config, checkpointer)
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
     if config.metrics.module is not None and machines.is_first:
@@ -130,45 +125,61 @@ def build(
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
     hardware = hardware or find_hardware(config.engine, machines.host_share)
-    folder = run_folder(options, machines)
+    start = given_folder(config)
+    if start is not None and config.checkpoint.load == "weights" and not checkpointer.checkpoints():
+        pretrained = starting_weights(start, model, mapped)
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
     plan = plan_with_advice(question)
     if question.update == "bounded":
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
-    loader, validation = build_loaders(options, tokenizer)
+    loader, batches = build_loaders(options, tokenizer)
     if config.training.steps is None:
         config = config.with_steps(steps_of_epochs(options, loader, folder))
-    samples, table = RunSamples(), config.validation
-    if table.prompts:
-        # A run on conversations asks them as a user does: a chat model continues raw text with the end of a turn at once.
-        chats = reads_conversations(config.data)
-        prompts = prompts_of(table.prompts, tokenizer, chats, "validation.prompts")
-        samples = RunSamples(prompts, table.prompt_tokens, tokenizer, stop_tokens(config, tokenizer))
+    # A run on conversations asks as a user does: a chat model continues raw text with the end of a turn at once.
+    asked, chats = config.validation.prompts, reads_conversations(config.data)
+    prompts = prompts_of(asked, tokenizer, chats, "validation.prompts")
+    ends = stop_tokens(config, tokenizer) if prompts else ()
+    size = config.training.micro_batch_size
+    validation = RunValidation(config.validation, batches, size, machines, prompts, tokenizer, ends)
     return RunParts(
         config=config,
         folder=folder,
         model=model,
         loader=loader,
         validation=validation,
-        numbers=RunNumbers.of(config),
+        numbers=RunNumbers(config.training, config.engine, config.optimizer),
         hardware=hardware,
         question=question,
         plan=plan,
         pretrained=pretrained,
         mapped=mapped,
-        samples=samples,
         machines=machines,
     )
 
 
 def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
-    """Count the steps of `data.epochs`, for the learning rate. Raises `ConfigError`, also if the warm-up takes all steps."""
-    config = options.config
+    """Count the steps of `data.epochs`, for the learning rate: those done, and the batches that are left.
+
+    So a resumed run may have another batch size. Packing depends on the length of every document, so what is left of the
+    data is read once. Leaves `loader` where it was. Raises `ConfigError`, also if the warm-up takes all steps.
+    """
+    config, beginning = options.config, loader.state_dict()
+    _, steps, state = first_state(config, folder.checkpointer())
+    counted = Progress("counting steps (training.steps = N saves this)")
+    level = reading_order.logger.level
+    reading_order.logger.setLevel(logging.ERROR)  # the run warns of the same bad records
     try:
-        steps = count_steps(config, loader, folder)
+        with suppress(DataError):  # resuming refuses this position and says why
+            loader.load_state_dict(state.get("data", beginning))
+        for _ in loader:
+            counted.advance()
     except DataError as error:
         raise options.error("data.sources", f"its steps cannot be counted: {error}") from error
+    finally:
+        loader.load_state_dict(beginning)
+        reading_order.logger.setLevel(level)
+    steps = max(steps + counted.done, 1)
     text, warmup = (
         f"data.epochs = {config.data.epochs} makes {steps:,} steps",
         config.lr_schedule.warmup_steps,
@@ -180,89 +191,33 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
     return steps
 
 
-def count_steps(config: Config, loader: Loader, folder: RunFolder) -> int:
-    """Count the steps done and the batches that are left, so that a resumed run may have another batch size.
-
-    Packing depends on the length of every document, so what is left of the data is read once. `loader` is at the start of
-    the data before and after. Raises `DataError`.
-    """
-    beginning = loader.state_dict()
-    _, done, state = next(resumable(config, folder.checkpointer()), (None, 0, {}))
-    try:
-        if (position := state.get("data")) is not None:
-            loader.load_state_dict(position)
-    except DataError:
-        # Resuming refuses this position and says why: the run must not look complete before it does.
-        return done + 1
-    counted = Progress("counting steps (training.steps = N saves this)")
-    level = reading_order.logger.level
-    reading_order.logger.setLevel(logging.ERROR)  # the run warns of the same bad records
-    try:
-        for _ in loader:
-            counted.advance()
-    finally:
-        loader.load_state_dict(beginning)
-        reading_order.logger.setLevel(level)
-    return max(done + counted.done, 1)
-
-
-def run_folder(options: Options, machines: RunMachines) -> RunFolder:
-    return RunFolder(options.config.run, MachineTeam.of(machines.group))
-
-
-def check_start(options: Options, machines: RunMachines) -> None:
-    """Raise `RunError` if there is no checkpoint to start from, or one of another model or optimizer.
-
-    Only names, sizes and states of checkpoints are looked at; loading reads the tensors.
-    """
-    config, checkpointer = options.config, run_folder(options, machines).checkpointer()
-    path = given_folder(config)
-    if path is not None and not checkpointer.checkpoints():
-        try:
-            step = open_checkpoint(path).step
-        except CheckpointError as error:
-            raise RunError(f"checkpoint.load_path: {error}") from error
-        steps_are_known = config.training.steps is not None or config.data.epochs is None
-        if config.checkpoint.load == "all" and steps_are_known:
-            require_steps_left(config, path, step)
-    require_same_model(config, checkpointer)
-
-
 def dry_run(options: Options) -> int:
-    """Print the run's plan with all that it needs; with `print_config` the config too. Raises the errors of `build`.
+    """Print the run's plan with all that it needs. Raises the errors of `build`.
 
     The plan is for the machines that the config names, otherwise for this one.
     """
     config = options.config
-    if options.print_config:
-        print(to_toml(config))
     named = None if config.machines.card is None else planned_hardware(options)
     parts = build(options, RunMachines(), planned_machines(config.machines), named)
     if named is not None:
         say("planned for the machine that the config names (--machines.card none: for this one)")
     show_plan(parts.hardware, report_plan(parts.question))
-    need = disk_need(parts.folder, parts.question)
-    say(f"disk: {need.text()}")
+    say(f"disk: {disk_text(parts.folder, parts.question)}")
     if named is None:  # the disk of another machine is not known
-        need.require_one()
+        require_room(parts.folder, parts.question)
     return 0
 
 
 def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:
-    """Fix the rounds and the stale layers at a run's first start. Losses depend on them, so they are not planned again.
+    """Keep the rounds and the stale layers of the checkpoints, because losses depend on them.
 
     Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
     """
-    checkpointer, kept = folder.checkpointer(), folder.kept_plan()
-    if kept is not None and checkpointer.latest_step() is None:
-        # The first start ended before its first checkpoint, and its settings may have been edited since.
-        same = kept.update == question.update and kept.partition.num_layers == len(question.costs().layers)
-        kept = kept if same else None
+    checkpointer = folder.checkpointer()
     if question.update == "bounded":
         stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)
-        if stale_layers is None and kept is not None and kept.update == "bounded":
-            stale_layers = kept.stale_layers
         question = replace(question, stale_layers=stale_layers)
+    kept = None if checkpointer.latest_step() is None else folder.kept_plan()
     if kept is None or question.rounds != "auto" or question.given is not None:
         return question
     # The batch may be smaller now, and a round has at least one micro-batch.
@@ -285,11 +240,11 @@ def description(parts: RunParts) -> str:
         f"data     {sources}: {training.global_batch_size} sequences of {training.seq_len} tokens per step",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {size_text(host.total_bytes)} ({host.text()})",
-        f"disk     {disk_need(parts.folder, parts.question).text()}",
+        f"disk     {disk_text(parts.folder, parts.question)}",
     ]
     if machines.group is not None:
-        lines.append(f"machines {machines.size}: {', '.join(machines.names)}")
-        lines.append(f"network  {exchange_text(parts.question, parts.plan)}")
+        names = f"{machines.size}: {', '.join(machines.names)}"
+        lines += [f"machines {names}", f"network  {exchange_text(parts.question, parts.plan)}"]
     if config.lora.map_base:
         mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
         lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")

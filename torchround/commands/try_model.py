@@ -26,11 +26,11 @@ import torch
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.commands import new_parser, positive_integer
 from torchround.commands.configured_model import (
-    BORROWED,
     MISTAKES,
     Mapped,
     build_model,
     end_with_message,
+    family_of,
     find_tokenizer,
     find_weights,
     model_config,
@@ -53,7 +53,7 @@ from torchround.generation.continuations import GROUPS
 from torchround.hf import PretrainedWeights
 from torchround.hf.tensor_folder import read_object
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.models import FAMILIES, adapter_names
+from torchround.models import adapter_names
 from torchround.observe.record import perplexity
 from torchround.planning.memory import size_text
 from torchround.run.hardware import Hardware, find_hardware
@@ -69,7 +69,6 @@ PASS_BATCHES = 4
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     options, overrides = parse(arguments)
     mistakes = (*MISTAKES, DataError, CheckpointError)
@@ -244,9 +243,7 @@ def model_of_folder(folder: Path, given: Mapping[str, Any]) -> TriedModel:
     tables: dict[str, Any] = {"data": {"sources": [{"path": "none"}]}, "model": {"hf_path": str(folder)}}
     base = Path(str(given.get("model.hf_path", folder))).expanduser()
     content = read_object(base / "config.json")
-    # The borrowed family reads what has no definition of its own, and refuses what it cannot read.
-    kinds = {kind: family.name for family in FAMILIES.values() for kind in family.hf_model_types}
-    tables["model"]["family"] = kinds.get(str(content.get("model_type")), BORROWED)
+    tables["model"]["family"] = family_of(content)
     dtype = content.get("dtype", content.get("torch_dtype"))
     tables["training"] = {"dtype": dtype if dtype in DTYPES else "bfloat16"}
     options = with_overrides(RawConfig(str(folder), tables), given.items())

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torchround.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
-    NoSpaceError,
     SaveWatch,
     checkpoint_name,
     verify_checkpoint,
@@ -30,13 +29,12 @@ from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.resume import find_checkpoint, warn_of_changes
 from torchround.run.run_folder import RunError, RunFolder
-from torchround.run.validation import ValidationProgress, best_of, kept_losses, loss_in
+from torchround.run.validation import ValidationProgress, best_of, kept_losses
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 2**62  # a count above it is none that a run saved
-RETRY_S, MOST_WAIT_S = 10, 60  # between two tries of the last save on a full disk, and in all
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,6 @@ class RunPosition:
     tokens: int
     data: dict[str, Any]
     validation: ValidationProgress | None = None
-
-    def state(self) -> dict[str, Any]:
-        """Return its values as a checkpoint holds them. A run without validations saves none."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class RunCheckpoints:
@@ -84,7 +78,6 @@ class RunCheckpoints:
 
     @property
     def position(self) -> RunPosition:
-        """Position after the newest step that was dispatched."""
         return self.positions[-1]
 
     def complete_step(self) -> int | None:
@@ -189,22 +182,15 @@ class RunCheckpoints:
             self._report(*self._under_way.popleft())
 
     def save_now(self, engine: Engine) -> None:
-        """Save the run as it is after the newest dispatched step, and wait. A full disk is tried again for a minute.
-
-        Raises `CheckpointError`.
-        """
+        """Save the run as it is after the newest dispatched step, and wait. Raises `CheckpointError`."""
         self.finish_saves()
-
-        def save() -> None:
-            self.begin_save(engine)
-            # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
-            position, pending = self._under_way.popleft()
-            self._note_saved(position, pending.result())
-
         # If the data ends, the newest step is validated then, and it may have been saved before.
         position = self.position
         if (position.step, position.validation) != (self.saved_step, self._saved_validation):
-            save_with_patience(save)
+            self.begin_save(engine)
+            # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
+            _, pending = self._under_way.popleft()
+            self._note_saved(position, pending.result())
 
     def end_saves(self) -> None:
         """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
@@ -252,11 +238,9 @@ class RunCheckpoints:
         tensors: Mapping[str, Tensor],
         watch: SaveWatch | None = None,
     ) -> str:
-        """Write a checkpoint. Returns the line that reports it."""
         start_s = time.monotonic()
         state = {
-            **position.state(),
-            "data": position.data,
+            **{name: value for name, value in asdict(position).items() if value is not None},
             **resume_state,
             "skipped_steps": position.step - resume_state["applied_updates"],
             "wandb_run_id": self.wandb_run_id,
@@ -265,8 +249,8 @@ class RunCheckpoints:
         if self._config.validation.keep_best and self._team.rank == 0:
             losses = kept_losses(self._checkpointer)
             losses.pop(position.step, None)
-            if (loss := loss_in(state)) is not None:
-                losses[position.step] = loss
+            if position.validation is not None and position.validation.loss is not None:
+                losses[position.step] = position.validation.loss
             # Set before the save, which deletes older checkpoints once the new one is complete, and only then.
             self._checkpointer.best_step = best_of(losses)
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -289,23 +273,7 @@ class RunCheckpoints:
         say(line)
 
 
-def save_with_patience(save: Callable[[], object], sleep: Callable[[float], object] = time.sleep) -> None:
-    """Call `save`. While the disk has no room for it, try again every `RETRY_S` seconds, for `MOST_WAIT_S` at most."""
-    for waited_s in range(0, MOST_WAIT_S + 1, RETRY_S):
-        try:
-            save()
-        except NoSpaceError as error:
-            if waited_s == MOST_WAIT_S:
-                raise
-            if waited_s == 0:
-                logger.warning("%s. Free some space: it is tried again for %d s", error, MOST_WAIT_S)
-            sleep(RETRY_S)
-        else:
-            return
-
-
 def _is_older_weight(name: str) -> bool:
-    """Whether a tensor is part of an older weight version, which `async` and the stale layers of `bounded` need."""
     return name.startswith(OLDER_WEIGHTS)
 
 

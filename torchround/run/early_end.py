@@ -98,7 +98,6 @@ class StopRequest:
     """
 
     def __init__(self, machines: Sequence[str]) -> None:
-        """Listen on this machine, one of the `machines` of these names."""
         self.signal_number: int | None = None
         self._machines = machines
         self.signals: Sequence[int | None] = [None]

@@ -1,24 +1,21 @@
 """The parts of a run: what its command builds, and the host store and the engine that its loop makes of them."""
 
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torchround.accelerators import kind_of
 from torchround.config import Config, EngineTable, OptimizerTable
-from torchround.data.loader import Loader, ValidationLoader, reads_conversations
+from torchround.data.loader import Loader, ValidationLoader
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
-from torchround.layer import FileTensor, LayeredModel, MicroBatch
+from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
-from torchround.observe.console import duration
 from torchround.observe.logger import MetricsLogger, open_metrics
-from torchround.observe.run_page import PAGE_FILE
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer
 from torchround.planning.plan import Plan
@@ -26,10 +23,10 @@ from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
-from torchround.run.run_folder import CONFIG_FILE, RunFolder
+from torchround.run.run_folder import RunFolder
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter, flops_per_token
-from torchround.run.validation import RunSamples
+from torchround.run.validation import RunValidation
 
 # From this size on `engine.compile = "auto"` compiles the update. Compiling takes about 1 s and then saves at least 2 ns per
 # parameter and step on two cores, so that at this size it pays for itself in some 250 steps.
@@ -40,30 +37,28 @@ COMPILE_FROM_PARAMETERS = 2**21
 class RunParts:
     """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
-    `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
-    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `samples`
-    continues the prompts of validations. `machines` are those of the run, this one among them.
+    `loader` is at the start of the data. `plan` is the
+    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `machines` are those of the run, this one among them.
     """
 
     config: Config
     folder: RunFolder
     model: LayeredModel
     loader: Loader
-    validation: Iterable[MicroBatch]
+    validation: RunValidation
     numbers: RunNumbers
     hardware: Hardware
     question: RunQuestion
     plan: Plan
     pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[FileTensor]]
-    samples: RunSamples = field(default_factory=RunSamples)
-    machines: RunMachines = field(default_factory=RunMachines)
+    machines: RunMachines
 
     def identity(self) -> dict[str, str]:
         """Return what must be the same on all machines besides the configuration, by names for messages."""
         found = self.loader.fingerprints()
-        if isinstance(self.validation, ValidationLoader):
-            found |= self.validation.fingerprints()
+        if isinstance(self.validation.batches, ValidationLoader):
+            found |= self.validation.batches.fingerprints()
         if self.pretrained is not None:
             found["pretrained weights"] = self.pretrained.fingerprint()
         return found
@@ -90,7 +85,6 @@ class RunParts:
         )
 
     def open_metrics(self, resumed_step: int, wandb_run_id: str | None) -> MetricsLogger:
-        """Open the reporters of the run. Only the first machine has any."""
         if not self.machines.is_first:
             return MetricsLogger({}, wandb_run_id)
         return open_metrics(
@@ -103,21 +97,6 @@ class RunParts:
             wandb_run_id=wandb_run_id,
         )
 
-    def closing_text(self, meter: StepMeter) -> str:
-        """Return the lines at the end of a run: how fast it was, what to open, and how to sample and to export."""
-        run, checkpointer = shlex.quote(str(self.folder.path)), self.folder.checkpointer()
-        checkpoint = checkpointer.named(checkpointer.latest_step() or 0)
-        options = " --chat" * reads_conversations(self.config.data)
-        if module := self.config.model.module:
-            options += f" --model.module {shlex.quote(module)}"
-        return (
-            f"time     {duration(meter.elapsed_s)}, {meter.mean_tokens_per_s():,.0f} tokens/s on average\n"
-            f"open     {self.folder.path / PAGE_FILE}; checkpoint {checkpoint}\n"
-            f'next     torchround try_model --run {run}{options} --prompt "..", '
-            f"torchround export_hf {shlex.quote(str(checkpoint))} NEW_FOLDER "
-            f"--config {shlex.quote(str(self.folder.path / CONFIG_FILE))}"
-        )
-
 
 def build_store(
     model: LayeredModel,
@@ -127,10 +106,14 @@ def build_store(
     ownership: Ownership | None = None,
 ) -> HostStore:
     """Allocate the host store, without initial weights. `mapped` and `ownership` as in `HostStore`."""
+    policy = POLICIES[numbers.engine.update]
+    # With an optimizer that cannot predict, nothing corrects the delay.
+    if policy is ASYNC and numbers.engine.delay_correction != "none" and numbers.optimizer.can_predict:
+        policy = ASYNC_PREDICT
     store = HostStore(
         model,
         numbers.dtype,
-        policy=update_policy(numbers.engine, numbers.optimizer.can_predict),
+        policy=policy,
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         gradient_dtype=numbers.gradient_dtype,
@@ -140,15 +123,6 @@ def build_store(
     )
     store.spikes = SpikeBounds(numbers.spike_factor)
     return store
-
-
-def update_policy(table: EngineTable, can_predict: bool = True) -> UpdatePolicy:
-    """Return the policy that `engine.update` and `engine.delay_correction` ask for.
-
-    With an optimizer that cannot predict, nothing corrects the delay.
-    """
-    policy, corrects = POLICIES[table.update], table.delay_correction != "none" and can_predict
-    return ASYNC_PREDICT if policy is ASYNC and corrects else policy
 
 
 def build_engine(
@@ -187,7 +161,6 @@ def build_engine(
 
 
 def compiles_update(table: EngineTable, store: HostStore) -> bool:
-    """Whether `engine.compile` asks for a compiled update of this model."""
     if table.compile == "auto":
         return sum(bundle.numel for bundle in store.trained) >= COMPILE_FROM_PARAMETERS
     return table.compile

@@ -136,7 +136,6 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
 
 
 def _not_legal(asked: str, here: list[str]) -> str:
-    """Say why `asked` is refused where PyTorch sees accelerators of the kinds `here`."""
     is_known = asked in known_kinds()
     reason = f"PyTorch sees none here ({why_no_accelerator()})" if is_known else "no such kind is known"
     legal = ", ".join(f'"{name}"' for name in ("auto", "cpu", *here))
@@ -144,7 +143,6 @@ def _not_legal(asked: str, here: list[str]) -> str:
 
 
 def why_no_accelerator() -> str:
-    """Return PyTorch's reason for seeing no card of the known ones, with the variable that may hide them."""
     reason = "it names no reason"
     try:
         torch.get_device_module(PLANNED_KIND).init()

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import AdamWTable, Config, EngineTable, OptimizerTable, TrainingTable
+from torchround.config import AdamWTable, EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
@@ -56,10 +56,6 @@ class RunNumbers:
     training: TrainingTable
     engine: EngineTable
     optimizer: OptimizerTable = field(default_factory=AdamWTable)
-
-    @classmethod
-    def of(cls, config: Config) -> "RunNumbers":
-        return cls(config.training, config.engine, config.optimizer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -272,7 +268,6 @@ def layer_numels(model: LayeredModel) -> list[tuple[int, int]]:
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:
-    """Return the number of parameters, each tied one once, and how many of them are trained."""
     unique = {id(parameter): parameter for layer in model.layers for parameter in layer.parameters()}
     trained = sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad)
     return sum(parameter.numel() for parameter in unique.values()), trained

@@ -2,13 +2,11 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from torchround.checkpoint import (
@@ -19,15 +17,11 @@ from torchround.checkpoint import (
     Loaded,
     load_checkpoint,
     open_checkpoint,
-    verify_checkpoint,
 )
-from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
+from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config
-from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
-from torchround.optim.split_weights import join
-from torchround.planning.memory import size_text
 from torchround.run.run_folder import RunError
-from torchround.untrusted.terminal import Progress, terminal_safe
+from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +29,13 @@ logger = logging.getLogger(__name__)
 # seed. These make another model, which is refused:
 MODEL_KEYS = ("model.family", "model.flavor", "model.shape", "lora.rank", "lora.targets", "lora.map_base")
 # These decide which tensors a checkpoint holds besides; an error about tensors names them:
-STORED_KEYS = (
-    *("training.dtype", "engine.update", "engine.delay_correction", "optimizer.name", "optimizer.state"),
-)
+ENGINE_KEYS = ("engine.update", "engine.delay_correction")
+STORED_KEYS = ("training.dtype", *ENGINE_KEYS, "optimizer.name", "optimizer.state")
 # These decide losses, and are reported:
 LOSS_KEYS = (
     "model.hf_path",  # frozen weights that stay in their files are read from there again
     *("training", "optimizer", "lr_schedule", "lora.alpha", "lora.dropout"),
-    *(
-        "engine.update",
-        "engine.delay_correction",
-        "engine.rounds",
-        "engine.accumulate_dtype",
-    ),
+    *(*ENGINE_KEYS, "engine.rounds", "engine.accumulate_dtype"),
 )
 
 
@@ -59,7 +47,7 @@ def find_checkpoint(
 ) -> Loaded | None:
     """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
-    Returns None if there is neither, or if `checkpoint.load` asks for the weights only (`StartingWeights`). `optional`
+    Returns None if there is neither, or if `checkpoint.load` asks for the weights only. `optional`
     says by name which tensors may be missing. One warning names the settings that have changed. Raises `RunError` for a
     checkpoint of another kind of run, and `CheckpointError` for damaged ones.
     """
@@ -67,7 +55,6 @@ def find_checkpoint(
         loaded = checkpointer.load_latest(views, optional)
         if loaded is None and (path := given_folder(config)) is not None and config.checkpoint.load == "all":
             loaded = load_checkpoint(path, views, optional, checkpointer.team)
-            require_steps_left(config, path, loaded.step)
             # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
             loaded = replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
     except ForeignCheckpointError as error:
@@ -93,7 +80,7 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
 
     Raises `RunError` if both are known and differ: a resumed run must not change the rule of its steps.
     """
-    path, _, state = next(resumable(config, checkpointer), (None, 0, {}))
+    path, _, state = first_state(config, checkpointer)
     kept = state.get("stale_layers")
     if type(kept) is not int:
         return given  # there is none, or it is of a run with another `engine.update`
@@ -105,29 +92,44 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
     return kept
 
 
-def require_same_model(config: Config, checkpointer: Checkpointer) -> None:
-    """Raise `RunError` if the run would begin from a checkpoint of another model, or resume with another optimizer.
+def check_start(config: Config, checkpointer: Checkpointer) -> None:
+    """Raise `RunError` if there is no checkpoint to start from, or one of another model or optimizer.
 
-    Only its state is read. Its tensors may have the same names and shapes.
+    Only names, sizes and states of checkpoints are read. Tensors of another model may have the same names and shapes.
     """
-    start = given_folder(config) if config.checkpoint.load == "weights" else None
-    for path, _, state in resumable(config, checkpointer, start):
-        if differing := changes(state, config, MODEL_KEYS):
-            advice = ". Resume with the former model, or give the run a name of its own (--run.name NAME)"
-            raise RunError(f"{path} is of another model ({', '.join(differing)}){advice * (path != start)}")
-        if path != start and (differing := changes(state, config, ("optimizer.name",))):
+    start = given_folder(config)
+    if start is not None and not checkpointer.checkpoints():
+        try:
+            step = open_checkpoint(start).step
+        except CheckpointError as error:
+            raise RunError(f"checkpoint.load_path: {error}") from error
+        # `data.epochs` counts its steps later.
+        last = config.training.num_steps if config.training.steps or not config.data.epochs else step + 1
+        if config.checkpoint.load == "all" and step >= last:
             raise RunError(
-                f"{path} holds the state of another optimizer ({', '.join(differing)}). {_ways_out(path)}"
+                f"checkpoint.load_path: {start} is after step {step}, and training.steps is {last}; legal: more steps, or "
+                'checkpoint.load = "weights" to begin at step 0 with its weights'
             )
+    path, _, state = first_state(config, checkpointer, start)
+    if path is None:
         return
+    resumes = path != start or config.checkpoint.load == "all"
+    if differing := changes(state, config, MODEL_KEYS):
+        advice = ". Resume with the former model, or give the run a name of its own (--run.name NAME)"
+        raise RunError(f"{path} is of another model ({', '.join(differing)}){advice * resumes}")
+    if resumes and (differing := changes(state, config, ("optimizer.name",))):
+        raise RunError(
+            f"{path} holds the state of another optimizer ({', '.join(differing)}). {_ways_out(path)}"
+        )
 
 
-def resumable(
+def first_state(
     config: Config, checkpointer: Checkpointer, start: Path | None = None
-) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield the folders, steps and states of the checkpoints that a run may resume from, the one tried first at the front.
+) -> tuple[Path | None, int, dict[str, Any]]:
+    """Return folder, step and state of the newest readable checkpoint that a run may resume from.
 
-    A run without any may begin from `start`, or from the one that `checkpoint.load` asks to resume from.
+    A run without any may begin from `start`, or from the one that `checkpoint.load` asks to resume from; otherwise the
+    folder is None, the step 0 and the state empty.
     """
     paths = [path for _, path in sorted(checkpointer.checkpoints().items(), reverse=True)]
     if config.checkpoint.load == "all":
@@ -135,54 +137,13 @@ def resumable(
     for path in paths or ([start] if start is not None else []):
         try:
             manifest = read_manifest(path)
-            yield path, manifest.step, read_state(path, manifest)
+            return path, manifest.step, read_state(path, manifest)
         except CheckpointError:
             continue  # loading names the damage, and takes the checkpoint before
-
-
-def require_steps_left(config: Config, path: Path, step: int) -> None:
-    """Raise `RunError` if a checkpoint after `step` steps leaves nothing to train."""
-    if step >= config.training.num_steps:
-        raise RunError(
-            f"checkpoint.load_path: {path} is after step {step}, and training.steps is "
-            f'{config.training.num_steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
-            "weights"
-        )
-
-
-@dataclass(frozen=True)
-class StartingWeights:
-    """The weights in the checkpoint `folder`, and nothing else of it, for a run that begins at step 0."""
-
-    folder: Path
-
-    def load(self, filling: Mapping[str, AbstractContextManager[Tensor]]) -> None:
-        """Fill the weights, by parameter name (`HostStore.filling`), each converted to its own type. Raises `RunError`."""
-        try:
-            verify_checkpoint(self.folder, Progress(f"verifying {self.folder}", text=size_text).advance)
-            names = open_checkpoint(self.folder).files.keys() - {STATE_FILE}
-        except CheckpointError as error:
-            raise RunError(f"checkpoint.load_path: {error}") from error
-        with ExitStack() as stack:
-            holders: dict[str, Any] = {}
-            for name in names:
-                file = stack.enter_context(safe_open(self.folder / name, framework="pt"))
-                holders |= dict.fromkeys(file.keys(), file)
-            if missing := [name for name in filling if f"{WEIGHTS}/{name}" not in holders]:
-                raise RunError(f"checkpoint.load_path: {self.folder} lacks {', '.join(missing[:5])}")
-            for name, filled in filling.items():
-                kept, residual = f"{WEIGHTS}/{name}", f"{RESIDUAL}/{name}"
-                value = holders[kept].get_tensor(kept)
-                if residual in holders:  # the two halves of fp32 weights
-                    value = join(value, holders[residual].get_tensor(residual))
-                with filled as weight:
-                    if value.shape != weight.shape:
-                        raise RunError(f"checkpoint.load_path: {self.folder}: {name} has another shape")
-                    weight.copy_(value)
+    return None, 0, {}
 
 
 def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config) -> None:
-    """Warn of the changed settings that decide losses."""
     if changed := changes(state, config, LOSS_KEYS):
         message = f"{path} was made with other settings; from now on {', '.join(changed)}"
         logger.warning("%s", terminal_safe(message))

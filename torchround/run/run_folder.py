@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
@@ -66,7 +65,6 @@ class RunFolder:
         return self
 
     def _open(self) -> None:
-        """Make the folder, and lock it on machine 0."""
         try:
             # A network's file system may remember that the folder was not there; making it asks the server.
             self.path.mkdir(parents=True, exist_ok=True)
@@ -79,7 +77,6 @@ class RunFolder:
             self._take_lock()
 
     def _holder(self) -> str:
-        """Return what the lock's file says of its holder."""
         try:
             return read_regular(self.path / ".lock", 200).decode(errors="replace").strip()
         except OSError:
@@ -155,38 +152,30 @@ class RunFolder:
         os.pwrite(self._lock, holder.encode(), 0)
 
 
-@dataclass(frozen=True)
-class DiskNeed:
-    """What one checkpoint of a run takes, and what is free on the disk of its folder; None if that is not known.
-
-    `free_bytes` includes what the next save clears away first.
-    """
-
-    folder: Path
-    checkpoint_bytes: int
-    free_bytes: int | None
-
-    def text(self) -> str:
-        free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
-        return f"a checkpoint takes {size_text(self.checkpoint_bytes)}{free}"
-
-    def require_one(self) -> None:
-        """Raise `RunError` if not one checkpoint fits."""
-        if self.free_bytes is not None and self.checkpoint_bytes > self.free_bytes:
-            raise RunError(
-                f"run.folder: {self.folder}: {self.text()}, so nothing could be saved. Free some space, or choose a "
-                "folder on another disk (--run.folder FOLDER)"
-            )
+def disk_text(folder: RunFolder, question: RunQuestion) -> str:
+    free_bytes = free_for_checkpoints(folder)
+    free = "" if free_bytes is None else f"; {size_text(free_bytes)} are free"
+    return f"a checkpoint takes {size_text(checkpoint_bytes(question))}{free}"
 
 
-def disk_need(folder: RunFolder, question: RunQuestion) -> DiskNeed:
-    """Count what a checkpoint takes and what the run's disk has. Nothing is written."""
+def require_room(folder: RunFolder, question: RunQuestion) -> None:
+    """Raise `RunError` if not one checkpoint fits on the disk. Nothing is written."""
+    free_bytes = free_for_checkpoints(folder)
+    if free_bytes is not None and checkpoint_bytes(question) > free_bytes:
+        raise RunError(
+            f"run.folder: {folder.path}: {disk_text(folder, question)}, so nothing could be saved. Free some space, or "
+            "choose a folder on another disk (--run.folder FOLDER)"
+        )
+
+
+def free_for_checkpoints(folder: RunFolder) -> int | None:
+    """Count the free bytes of the run's disk, and those that the next save clears away first; None if not known."""
     free_bytes = free_bytes_at(folder.path)
     if free_bytes is not None:
         for path in folder.checkpointer().leftovers():
             with suppress(OSError):  # deleted meanwhile, or not readable
                 free_bytes += sum(file.lstat().st_size for file in path.iterdir())
-    return DiskNeed(folder.path, checkpoint_bytes(question), free_bytes)
+    return free_bytes
 
 
 def checkpoint_bytes(question: RunQuestion) -> int:

@@ -3,18 +3,14 @@
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
 
-import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torchround.checkpoint import MachineTeam
 from torchround.config import Config
-from torchround.data.loader import Loader
-from torchround.data.step_batches import StepBatches
 from torchround.engine.exchange import share_weights
 from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
@@ -24,21 +20,6 @@ from torchround.observe.record import MachineTimes, StepRecord
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
 
 T = TypeVar("T")
-
-
-def is_first_process(environment: Mapping[str, str]) -> bool:
-    """Whether a process of this environment is the first of its launch, or the only one."""
-    return environment.get("RANK", "0") == "0"
-
-
-@contextmanager
-def quiet_unless_first(environment: Mapping[str, str]) -> Iterator[None]:
-    """Let only the first process of a launch print to standard output in the block. All may print errors."""
-    if is_first_process(environment):
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        yield
 
 
 @contextmanager
@@ -77,7 +58,6 @@ class RunMachines:
 
     @property
     def is_first(self) -> bool:
-        """Whether this machine reports for all."""
         return self.rank == 0
 
     def agree(self, channel: str, value: Any, what: str) -> list[Any]:
@@ -86,9 +66,6 @@ class RunMachines:
         `what` names the value in messages. `channel` is one of `CHANNELS`; each is for one thread.
         """
         return [value] if self.group is None else self.group.channel(channel).gather(value, what)
-
-    def of_first(self, value: T, what: str) -> T:
-        return cast(T, self.agree("start", value, what)[0])
 
     def same_mistakes(self, make: Callable[[], T], mistakes: tuple[type[Exception], ...], what: str) -> T:
         """Call `make` on all machines, and return its value here. If it raises one of `mistakes` on some, all raise.
@@ -124,24 +101,11 @@ class RunMachines:
             return ONE_MACHINE
         return PlannedMachines(self.size, measure_rate(self.group))
 
-    def step_batches(
-        self,
-        loader: Loader,
-        micro_batch_size: int,
-        rounds: int,
-        reading: Callable[[], AbstractContextManager[None]],
-    ) -> StepBatches:
-        """Return the steps of `loader` as this machine trains on them, with `rounds` rounds on each machine."""
-        agree = partial(self.agree, "batches", what="the batch of the next step") if self.group else None
-        place = agree, self.rank, self.size
-        return StepBatches(loader, micro_batch_size, rounds, *place, names=self.names, reading=reading)
-
     def ownership(self) -> Ownership | None:
         """Return which part of the fp32 state this machine holds; None for all of it."""
         return None if self.group is None else Ownership(self.rank, self.size)
 
     def share_weights(self, store: HostStore) -> None:
-        """Give every machine the device weights of all owners, once those are initialised or restored."""
         if self.group is not None:
             share_weights(store, self.group)
 

@@ -168,12 +168,10 @@ class StepMeter:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps since the last record."""
         return int(self._sums["steps"] - self._at_record["steps"])
 
     @property
     def elapsed_s(self) -> float:
-        """The time from the start to the newest step."""
         return self._last_s - self._start_s
 
     def mean_tokens_per_s(self) -> float:

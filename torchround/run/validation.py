@@ -46,12 +46,8 @@ class ValidationProgress:
     def from_state(cls, state: object) -> "ValidationProgress":
         """Rebuild it from a checkpoint's state. Raises `ValueError` for values that no run could have saved."""
         if isinstance(state, dict) and state.keys() == vars(cls()).keys():
-            numbers = (
-                state["loss"] or 0.0,
-                state["best_loss"] or 0.0,
-                state["best_step"],
-                state["since_best"],
-            )
+            numbers = state["best_step"], state["since_best"], state["loss"] or 0.0, state["best_loss"] or 0.0
+            # Not isinstance: JSON's true is an int in Python.
             if all(type(number) in (int, float) and 0 <= number <= LARGEST for number in numbers):
                 return cls(**state)
         raise ValueError(f"validation is {str(state)[:200]}")
@@ -65,51 +61,52 @@ class ValidationProgress:
         return replace(self, loss=loss, since_best=self.since_best + 1)
 
     def stop_reason(self, patience: int) -> str | None:
-        """Return why `validation.patience` ends the run, None if it does not."""
         if patience == 0 or self.since_best < patience:
             return None
         best = "none" if self.best_loss is None else f"{self.best_loss:.4f} at step {self.best_step}"
         return f"no lower loss in {self.since_best} validations (validation.patience = {patience}); the best: {best}"
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue: as it is shown, and as token ids."""
+
+    text: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
 class RunValidation:
     """The validations of one run: `batches` are the same each time they are iterated over.
 
-    Each of several machines evaluates its share of each batch, and gives the sums to all.
+    Each of several machines evaluates its share of each batch, and gives the sums to all. The `prompts` are continued by
+    the run's own engine, in the texts of `tokenizer`, up to one of `stop_tokens`.
     """
 
-    def __init__(
-        self,
-        table: ValidationTable,
-        batches: Iterable[MicroBatch],
-        micro_batch_size: int,
-        machines: RunMachines,
-    ) -> None:
-        self._table = table
-        self._batches = batches
-        self._micro_batch_size = micro_batch_size
-        self._machines = machines
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the run is validated at all."""
-        return self._table.interval_steps > 0
+    table: ValidationTable
+    batches: Iterable[MicroBatch]
+    micro_batch_size: int
+    machines: RunMachines
+    prompts: Sequence[Prompt] = ()
+    tokenizer: Tokenizer | None = None
+    stop_tokens: Sequence[int] = ()
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether step `step` of the run is validated whatever follows it: at each interval, and the last step."""
-        return self.is_on and (step % self._table.interval_steps == 0 or step == last_step)
+        """Whether `step` is validated whatever follows it: at each interval, and the last step."""
+        interval = self.table.interval_steps
+        return interval > 0 and (step % interval == 0 or step == last_step)
 
     def keeps(self, progress: ValidationProgress | None, step: int) -> bool:
         """Whether `step` has the best loss so far and `validation.keep_best` asks for its checkpoint."""
         is_best = progress is not None and progress.loss is not None and progress.best_step == step
-        return self._table.keep_best and is_best
+        return self.table.keep_best and is_best
 
     def loss(self, engine: Engine) -> float | None:
         """Return the mean loss per label over the batches with the engine's device weights; None if they have no label.
 
         Several machines call this alike, and get the same. Raises the same `DataError` on all of them.
         """
-        own, error, machines = [], None, self._machines
+        own, error, machines = [], None, self.machines
         try:
             own = self._own_losses(engine)
         except DataError as caught:
@@ -136,9 +133,9 @@ class RunValidation:
         Returns for each batch its labels, and the number and the sum of the token losses of each own micro-batch.
         """
         found: list[tuple[StepShare, StepResult | None, int]] = []
-        for batch in self._batches:
-            parts = cut(batch, self._micro_batch_size)
-            share = step_share(len(parts), 1, self._machines.rank, self._machines.size)
+        for batch in self.batches:
+            parts = cut(batch, self.micro_batch_size)
+            share = step_share(len(parts), 1, self.machines.rank, self.machines.size)
             own = [parts[number] for number in share.micro_batches]
             found.append((share, engine.evaluate(own) if own else None, batch.num_labels()))
         return [
@@ -146,13 +143,29 @@ class RunValidation:
             for share, result, labels in found
         ]
 
+    def samples(self, engine: Engine) -> tuple[PromptSample, ...]:
+        """Return the continuations with the engine's device weights. All machines call this, and the first one works.
 
-def loss_in(state: Mapping[str, Any]) -> float | None:
-    """Return the validation loss of a checkpoint's step from its state, None if it has none that a run could save."""
-    try:
-        return ValidationProgress.from_state(state.get("validation")).loss
-    except ValueError:
-        return None
+        Each token is the likeliest one, so a text depends on the weights alone, apart from the rounding of logits. The
+        other machines wait, so that each batch of prompts is the same as on one. Logits that are not numbers give no
+        continuations, and one warning: the step's loss says the same.
+        """
+        if self.tokenizer is None or not self.prompts:
+            return ()
+        texts: list[str] = []
+        if self.machines.is_first:
+            try:
+                found = generate(
+                    *(engine, [prompt.tokens for prompt in self.prompts]),
+                    max_tokens=self.table.prompt_tokens,
+                    stop_tokens=self.stop_tokens,
+                    cache_bytes=SAMPLE_CACHE_BYTES,
+                )
+                texts = [self.tokenizer.decode(without_end(ids, self.stop_tokens)) for ids in found]
+            except ValueError as error:
+                logger.warning("validation.prompts are not continued: %s", error)
+        texts = self.machines.agree("validation", texts, "the continuations of the prompts")[0]
+        return tuple(map(PromptSample, (prompt.text for prompt in self.prompts), texts))
 
 
 def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
@@ -160,9 +173,9 @@ def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
     losses = {}
     for step in checkpointer.checkpoints():
         try:
-            loss = loss_in(checkpointer.read_state(step))
-        except CheckpointError:
-            continue  # a damaged checkpoint is no candidate; listing and loading name the damage
+            loss = ValidationProgress.from_state(checkpointer.read_state(step).get("validation")).loss
+        except (CheckpointError, ValueError):
+            continue  # not validated, or damaged, which listing and loading name
         if loss is not None:
             losses[step] = loss
     return losses
@@ -171,55 +184,6 @@ def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
 def best_of(losses: Mapping[int, float]) -> int | None:
     """Return the step with the lowest loss, the first of equals; None of no losses."""
     return min(sorted(losses), key=losses.__getitem__, default=None)
-
-
-# The continuations of `validation.prompts`, made by the run's own engine with the weights of the step.
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text to continue: as it is shown, and as token ids."""
-
-    text: str
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
-class RunSamples:
-    """The prompts of a run; it needs a `tokenizer` to have any. A continuation has at most `max_tokens` tokens.
-
-    Each token is the likeliest one, so the text depends on the weights alone, apart from the rounding of logits.
-    """
-
-    prompts: Sequence[Prompt] = ()
-    max_tokens: int = 64
-    tokenizer: Tokenizer | None = None
-    stop_tokens: tuple[int, ...] = ()
-
-    def made_by(self, engine: Engine, machines: RunMachines) -> tuple[PromptSample, ...]:
-        """Return the continuations with the engine's device weights. All machines call this, and the first one works.
-
-        The others wait, so that each batch of prompts is the same as on one machine. Logits that are not numbers give
-        no continuations, and one warning: the step's loss says the same.
-        """
-        if self.tokenizer is None or not self.prompts:
-            return ()
-        texts: list[str] = []
-        if machines.is_first:
-            prompts = [prompt.tokens for prompt in self.prompts]
-            try:
-                found = generate(
-                    *(engine, prompts),
-                    max_tokens=self.max_tokens,
-                    stop_tokens=self.stop_tokens,
-                    cache_bytes=SAMPLE_CACHE_BYTES,
-                )
-                kept = (without_end(ids, self.stop_tokens) for ids in found)
-                texts = [self.tokenizer.decode(ids) for ids in kept]
-            except ValueError as error:
-                logger.warning("validation.prompts are not continued: %s", error)
-        texts = machines.agree("validation", texts, "the continuations of the prompts")[0]
-        return tuple(map(PromptSample, (prompt.text for prompt in self.prompts), texts))
 
 
 def without_end(ids: Sequence[int], stop_tokens: Sequence[int]) -> Sequence[int]:
