@@ -106,10 +106,6 @@ class AcceleratorKind:
     def has_triton(self) -> bool:
         return False
 
-    def missing_compiler(self) -> str | None:
-        """Return what Inductor lacks to compile for this kind, None if nothing."""
-        return missing_for_triton() if self.compiles else f"Inductor is not used for {self.name} devices"
-
 
 class CudaKind(AcceleratorKind):
     """NVIDIA's cards, and AMD's, for which PyTorch uses the same names.

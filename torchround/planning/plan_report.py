@@ -143,27 +143,6 @@ def kept_text(question: RunQuestion, plan: Plan) -> str:
     )
 
 
-def ratio_text(question: RunQuestion, costs: Costs) -> str:
-    """Format PipeOffload's k of the layers that can keep anything; empty without such layers or without a known link.
-
-    k is the time in which all parts of a layer go to the host and come back, over the layer's forward and backward. If
-    it is at most 1, computation can hide all of these copies.
-    """
-    link = question.keep_rule().link
-    ratios = [
-        2 * sum(part.nbytes for part in layer.keepable) / (link.bytes_per_s * seconds)
-        for layer in costs.layers
-        if link is not None and layer.keepable and (seconds := layer.forward_s + layer.backward_s)
-    ]
-    if link is None or not ratios:
-        return ""
-    least, most = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
-    return (
-        f"keeping all of a layer's parts copies for {least if least == most else f'{least} to {most}'} of the time that the "
-        f"layer computes (k; at most 1 can be hidden), at {link.bytes_per_s / 1e9:.3g} GB/s each way ({len(ratios)} layers)"
-    )
-
-
 # What fits.
 
 
