@@ -27,7 +27,6 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, owner_of
 from torchround.layer import with_dropout_seeds
-from torchround.models import FAMILIES
 from torchround.optim import HostOptimizer
 from torchround.planning.partition import Partition
 
