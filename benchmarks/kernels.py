@@ -245,7 +245,7 @@ def headline(figures: Report) -> tuple[str, str]:
 KERNELS = Benchmark(
     """Launches, bytes and FLOPs of each layer, counted on meta, and the MFU predicted from them. No device is used.
 
-Layers are counted as they run uncompiled. In a run dense blocks are compiled, and need less. Each operation is one launch;
+Layers are counted as they run uncompiled. In a run blocks are compiled, and need less. Each operation is one launch;
 sorting, scans and the backward of flash attention launch several kernels each, and count as one. An operation takes the
 longer of its bytes and its FLOPs at assumed rates. Launches, gaps, transfers and the optimizer take no time. Attention is
 causal over sequences that are one document each, the longest case. MFU divides the customary FLOPs (all T^2 pairs, nothing

@@ -266,8 +266,8 @@ class Layer(Protocol):
 def may_compile(layer: nn.Module, num_tokens: int = 0) -> bool:
     """Return whether a layer may be compiled for a micro-batch of this size. Without a size: for small ones.
 
-    The head and blocks of experts are not. They add to their weights' gradients by themselves, which compiled code cannot. A
-    block that computes in chunks of tokens adds to them chunk by chunk.
+    The head is not, nor is a block that computes in chunks of tokens. They add to their weights' gradients themselves, which
+    compiled code cannot.
     """
     if getattr(layer, "never_compiled", False):
         return False

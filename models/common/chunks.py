@@ -103,7 +103,8 @@ def in_slices(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> t
 def elements_at_once(elements: int, device: str, num_tokens: int | None = None) -> int:
     """Return how many of these elements `in_slices` takes at once on a type of device.
 
-    A block of one chunk may be compiled, and then counts all of them. Without `num_tokens` the layer never is.
+    A block of one chunk may be compiled, and then counts all of them, unless compiled code is known to hold none of them:
+    without `num_tokens`.
     """
     is_cut = is_accelerator(device) and (num_tokens is None or num_tokens > CHUNK_TOKENS)
     return min(elements, SLICE_ELEMENTS) if is_cut else elements

@@ -139,8 +139,6 @@ class Block(nn.Module):
         self.mlp_norm = settings.norm(hidden_size)
         self.mlp = settings.feed_forward(hidden_size)
         self.load_experts = 0
-        # Compiled code would keep the gradients of all experts in 16 bits before it adds them to their sums.
-        self.never_compiled = isinstance(self.mlp, MoE)
         self.most_compiled_tokens = chunks.CHUNK_TOKENS
 
     def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:

@@ -38,11 +38,13 @@ class RowGroups:
 def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor], groups: RowGroups) -> Tensor:
     """Multiply each expert's rows with its matrix in `view(stack)`, `[R, A] x [E, A, Z] -> [R, Z]`.
 
-    Experts may have no rows. Triton's kernel adds to the gradient that the stack has.
+    Experts may have no rows. Triton's kernel adds to the gradient that the stack has, except under a compiler.
     """
     weights = view(stack)
     if 1 not in weights.stride()[1:]:
         weights = weights.contiguous()  # `grouped_mm` takes no other strides
+    if torch.compiler.is_dynamo_compiling():
+        return _opaque_product(rows, weights, groups.ends)
     # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
     total = view(stack.grad) if stack.is_leaf and stack.grad is not None else None
     return _GroupedProduct.apply(rows, weights, groups, total)
@@ -110,13 +112,46 @@ def _gradient(
     if uses_triton(rows) and (total is not None or not has_kernel):
         # One kernel that reads and writes the sum. Autograd would write a gradient, cast it and add it: 18 bytes an
         # element, which is more than the product itself costs if experts have few rows.
-        added = rows.new_zeros(weights.shape) if total is None else total
+        added = torch.zeros_like(weights) if total is None else total
         torch.ops.torchround.grouped_gradient_(rows, grad, groups.ends, added)
         return added if total is None else None
+    # In the order of the stack's memory, as autograd computes a transposed matrix's gradient.
+    is_transposed = weights.stride(1) == 1
+    left, right = (grad, rows) if is_transposed else (rows, grad)
     if has_kernel:
-        return F.grouped_mm(rows.T, grad, offs=groups.ends)
-    parts = [slice(start, stop) for start, stop in pairwise(groups.bounds)]
-    if weights.stride(1) == 1:
-        # In the order of the stack's memory, as autograd computes a transposed matrix's gradient.
-        return torch.stack([grad[part].T @ rows[part] for part in parts]).transpose(1, 2)
-    return torch.stack([rows[part].T @ grad[part] for part in parts])
+        found = F.grouped_mm(left.T, right, offs=groups.ends)
+    else:
+        parts = [slice(start, stop) for start, stop in pairwise(groups.bounds)]
+        found = torch.stack([left[part].T @ right[part] for part in parts])
+    return found.transpose(1, 2) if is_transposed else found
+
+
+# The same for a compiler, which cannot know how many rows an expert has. It returns the gradients of stacks.
+
+
+@torch.library.custom_op("torchround::grouped_product", mutates_args=())
+def _opaque_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return _multiply(rows, weights, RowGroups(ends))
+
+
+@torch.library.custom_op("torchround::grouped_product_gradient", mutates_args=())
+def _opaque_gradient(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    found = _gradient(rows, grad, weights, RowGroups(ends), None)
+    assert found is not None, "without a sum so far the gradient is returned"
+    return found
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weights, ends = ctx.saved_tensors
+    grad, (wants_rows, wants_weights, _) = grad.contiguous(), ctx.needs_input_grad
+    grad_rows = _opaque_product(grad, weights.transpose(1, 2), ends) if wants_rows else None
+    return grad_rows, _opaque_gradient(rows, grad, weights, ends) if wants_weights else None, None
+
+
+_opaque_product.register_fake(rows_result)
+_opaque_product.register_autograd(_differentiate, setup_context=_save_inputs)
+_opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
