@@ -10,7 +10,7 @@ Shapes: R rows sorted by expert, E experts, A inputs, Z outputs. `ends [E]` int3
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -134,6 +134,11 @@ def _opaque_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _multiply(rows, weights, RowGroups(ends))
 
 
+@_opaque_product.register_fake
+def _product_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows_result(rows, weights, ends)
+
+
 @torch.library.custom_op("torchround::grouped_product_gradient", mutates_args=())
 def _opaque_gradient(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     found = _gradient(rows, grad, weights, RowGroups(ends), None)
@@ -141,17 +146,18 @@ def _opaque_gradient(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) 
     return found
 
 
+@_opaque_gradient.register_fake
+def _gradient_shape(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return torch.empty_like(weights)
+
+
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
+@partial(_opaque_product.register_autograd, setup_context=_save_inputs)
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weights, ends = ctx.saved_tensors
     grad, (wants_rows, wants_weights, _) = grad.contiguous(), ctx.needs_input_grad
     grad_rows = _opaque_product(grad, weights.transpose(1, 2), ends) if wants_rows else None
     return grad_rows, _opaque_gradient(rows, grad, weights, ends) if wants_weights else None, None
-
-
-_opaque_product.register_fake(rows_result)
-_opaque_product.register_autograd(_differentiate, setup_context=_save_inputs)
-_opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
