@@ -196,7 +196,7 @@ def test_a_page_of_several_runs_has_the_settings_that_differ_and_each_run_s_name
     ("arguments", "words"),
     [
         (["missing"], "missing/metrics.jsonl"),
-        (["run", "--output", "no/page.html"], "no/.page.html"),
+        (["run", "--output", "no/page.html"], "no/page.html"),
         (["run", "--output", "empty"], "directory"),
         (["empty"], "empty/metrics.jsonl"),
     ],

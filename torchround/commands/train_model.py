@@ -209,15 +209,20 @@ def dry_run(options: Options) -> int:
 
 
 def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:
-    """Keep the rounds and the stale layers of the checkpoints, because losses depend on them.
+    """Fix the rounds and the stale layers at a run's first start. Losses depend on them, so they are not planned again.
 
     Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
     """
-    checkpointer = folder.checkpointer()
+    checkpointer, kept = folder.checkpointer(), folder.kept_plan()
+    if kept is not None and checkpointer.latest_step() is None:
+        # The first start ended before its first checkpoint, and its settings may have been edited since.
+        same = kept.update == question.update and kept.partition.num_layers == len(question.costs().layers)
+        kept = kept if same else None
     if question.update == "bounded":
         stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)
+        if stale_layers is None and kept is not None:
+            stale_layers = kept.stale_layers
         question = replace(question, stale_layers=stale_layers)
-    kept = None if checkpointer.latest_step() is None else folder.kept_plan()
     if kept is None or question.rounds != "auto" or question.given is not None:
         return question
     # The batch may be smaller now, and a round has at least one micro-batch.

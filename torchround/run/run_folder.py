@@ -47,7 +47,10 @@ class RunFolder:
     """
 
     def __init__(self, table: RunTable, team: MachineTeam | None = None) -> None:
-        self.path = Path(os.path.expanduser(table.folder)) / table.name
+        folder = os.path.expanduser(table.folder)
+        if folder.startswith("~"):
+            raise RunError(f"run.folder: {folder}: there is no such user")
+        self.path = Path(folder) / table.name
         self.checkpoints = self.path / "checkpoints"
         self.team = team or MachineTeam()
         self._lock = -1
