@@ -134,4 +134,5 @@ def test_a_run_with_auto_compiles_evaluates_and_resumes_to_the_same_bits(
     assert small_runs("parts", *settings) == 0
     small_runs.assert_same("parts", "whole")
     # One compiler for a run's two engines: the one that measures and the one after it.
-    assert len(made) == 3 and all(kind.shapes for compiler in made for kind in compiler.kinds)
+    # The head is never compiled.
+    assert len(made) == 3 and all(kind.shapes for compiler in made for kind in compiler.kinds[:-1])
