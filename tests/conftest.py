@@ -63,10 +63,7 @@ ACCELERATOR_PLACE = "tests/accelerator/"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give Control-C and a hang-up the meaning that they have in a terminal, here and in the runs that tests start.
-
-    A shell that starts a command in the background ignores the one, nohup the other, and processes inherit that.
-    """
+    """A shell that starts a command in the background ignores Control-C, nohup a hang-up, and processes inherit that."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -75,7 +72,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their tier."""
     for item in left_to_the_night(items):
         item.add_marker("nightly")
     for item in items:
@@ -108,17 +104,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory: pytest.TempPathFactory):
-    """Yield the server that forks processes for tests."""
     processes = Processes(tmp_path_factory.mktemp("processes"))
     yield processes
     processes.close()
 
 
 def left_to_the_night(items: list[pytest.Item]) -> list[pytest.Item]:
-    """List the cases of tests with several parameters that add no pair of values to the cases before them.
-
-    Nearly all defects need at most two values to meet, so by default a test runs a pairwise cover of its parameters.
-    """
+    """List the cases that add no pair of values to those before: nearly all defects need at most two values to meet."""
     cases = defaultdict(list)
     for item in items:
         values = sorted(item.callspec.indices.items()) if hasattr(item, "callspec") else []

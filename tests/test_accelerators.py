@@ -107,8 +107,6 @@ def test_segments_grow_unless_the_user_sets_the_allocator(monkeypatch):
 
 
 class Counted(AcceleratorKind):
-    """A kind with `number` devices."""
-
     number = 0
 
     def count(self):

@@ -22,8 +22,6 @@ SHORT_RUN = ["--training.steps=2", "--lr_schedule.warmup_steps=1"]
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
-
     page: str
     language: str
     text: str

@@ -40,7 +40,6 @@ def made():
 
 
 def kept(block, x):
-    """Return what a forward stage makes of `x`, and copies of what it kept, as a transfer would bring them."""
     with torch.no_grad(), recording(PARTS) as record:
         output = block(x)
     return output, [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for tensor in record.tensors]

@@ -19,7 +19,6 @@ __all__ = ["over", "planted", "small_runs"]
 
 
 def file_for_checkpoints(small_runs):
-    """Put a file in the place of the folder of the run's checkpoints."""
     obstacle = small_runs.path("run") / "checkpoints"
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()
@@ -85,8 +84,6 @@ def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved
 
 
 class Console(io.StringIO):
-    """A console that may be closed at the other end."""
-
     is_closed = False
 
     def write(self, text):

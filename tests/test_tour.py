@@ -16,7 +16,6 @@ STOP = re.compile(r"^\| (\d+) \| `((?:torchround|models)/[\w/]+\.py)` \| `([\w.]
 
 
 def stops():
-    """Return file and function of each stop."""
     found = STOP.findall((ROOT / "docs" / "tour.md").read_text(encoding="utf-8"))
     assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
     # Modules are imported through the package's link to the models.

@@ -54,7 +54,6 @@ pytestmark = pytest.mark.thorough
 
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory):
-    """Map each kind to a released folder; written once."""
     made = {}
 
     def get(kind):
@@ -81,7 +80,6 @@ def take(folder, release):
 
 
 def change_config(folder, **changes):
-    """Put a copy of the release with another `config.json` into the folder."""
     release = (folder / "release").resolve()
     (folder / "release").unlink()
     (folder / "release").mkdir()

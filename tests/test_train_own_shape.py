@@ -55,7 +55,6 @@ def folder(working_folder):
 
 
 def write(folder, family, shape, more=""):
-    """Write the config of a run, and return the arguments that name it."""
     (folder / "own.toml").write_text(f'{CONFIG}family = "{family}"\n{more}\nshape = {{{shape}}}\n')
     return ["--config", "own.toml"]
 

@@ -30,14 +30,12 @@ collect_ignore = list(LACKING)
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Name the files that are left out."""
     for file, names in LACKING.items():
         terminalreporter.write_line(f"left out: {file}, which needs {', '.join(names)}")
 
 
 @pytest.fixture(scope="session")
 def kind():
-    """Return the kind of device that this process tests: a card's if there is one, otherwise the simulated one."""
     card = present_kind()
     if card is not None:
         return card.name
@@ -50,7 +48,6 @@ def kind():
 
 @pytest.fixture
 def simulator(kind):
-    """Yield the simulator's controls, in their first state before and after the test."""
     if kind != simulation.KIND:
         pytest.skip("this process tests a card, and one process has one kind of accelerator")
     controls = simulation.load()
@@ -62,21 +59,18 @@ def simulator(kind):
 
 @pytest.fixture
 def two_devices(kind):
-    """Skip the test on a machine with one card."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices")
 
 
 @pytest.fixture
 def card(kind):
-    """Skip the test on a machine without a card: it is of CUDA's own."""
     if kind != "cuda":
         pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
 def exact(kind):
-    """Compute as a run with `training.deterministic` does, and switch TF32 off."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     with deterministic_operations():

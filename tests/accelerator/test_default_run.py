@@ -37,8 +37,6 @@ KEYS = (
 
 
 class Record:
-    """What an engine of a run took of its devices and of page-locked memory."""
-
     def __init__(self, planned_bytes):
         self.planned_bytes = planned_bytes
         self.peaks, self.left, self.allocations = [], [], []
@@ -54,7 +52,6 @@ def small_card(simulator):
 
 @pytest.fixture
 def records(monkeypatch, small_card):
-    """One record for each engine of the run, with its memory after each step and after its end."""
     made, build, close, step = [], torchround.trainer.build_engine, Engine.close, Engine.step
     devices = range(2)
 

@@ -10,10 +10,7 @@ from torchround.engine.store.host_memory import HostAllocator
 
 @pytest.mark.parametrize("stream", Stream)
 def test_a_fresh_buffer_is_ordered_after_the_stream_that_allocated_it(simulator, kind, stream):
-    """The memory's previous user still has work in the allocating stream, which here runs as late as it may.
-
-    It destroys what a stream writes into the buffer, unless the stream is ordered after it.
-    """
+    """The memory's previous user still has work in that stream, which destroys what others write before it."""
     memory = HostAllocator(True)
     landed = memory.allocate(2**20, for_devices=True)
     roles = {torch.accelerator.current_stream(kind + ":0"): "late"}

@@ -44,7 +44,6 @@ def run_out_of_memory(hidden):
 
 @pytest.fixture
 def little_memory(kind, request):
-    """Leave this process next to nothing more of the device than it has."""
     gc.collect()
     if kind == "simulated":
         simulator = request.getfixturevalue("simulator")
@@ -60,7 +59,6 @@ def little_memory(kind, request):
 
 
 def faulty_model(fault, call):
-    """Make a toy model in which the blocks' `call`-th forward, wherever it is, has the fault."""
     lock, calls = threading.Lock(), []
 
     class Faulty(ToyBlock):

@@ -42,7 +42,6 @@ SIZES = {
 
 @pytest.fixture
 def locks(kind, monkeypatch):
-    """Every registration and its reverse, with the driver's answer."""
     gc.collect()  # what earlier tests dropped is not counted
     calls = {"lock": [], "unlock": []}
     for name, answers in calls.items():

@@ -22,10 +22,7 @@ NEVER_S = 1e6
 
 @pytest.fixture
 def halted(simulator, monkeypatch):
-    """Yield a function that makes devices one of whose streams stands still until `simulator.run_freely`.
-
-    A registered thread that never waits keeps the scheduler from serving late streams.
-    """
+    """A registered thread that never waits keeps the scheduler from serving late streams."""
     threads = HostThreads(simulator)
     threads.install(monkeypatch)
 

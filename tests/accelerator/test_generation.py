@@ -13,7 +13,6 @@ MAX_TOKENS = 6
 
 
 def engine_on(kind, family, workers, dtype=torch.float32, **options):
-    """Return an engine on workers that share one card, or two cards."""
     count = min(workers, torch.accelerator.device_count())
     devices = [AcceleratorDevice(f"{kind}:{index % count}", index) for index in range(workers)]
     model, store = own_model(family, devices)

@@ -24,7 +24,6 @@ TOKENS = 32
 
 
 def batch_on(kind, lengths):
-    """Return sequences of documents of these lengths."""
     positions = torch.stack([torch.cat([torch.arange(one) for one in row]) for row in lengths])
     ids = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     integers = (torch.zeros_like(positions), torch.zeros_like(positions), positions, ids)

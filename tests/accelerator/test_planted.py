@@ -79,8 +79,6 @@ EXACT = {
 
 
 class Seen(Observer):
-    """The places that the devices of a run pass."""
-
     def __init__(self):
         self.waits_for, self.events = set(), set()
 
@@ -95,13 +93,11 @@ class Seen(Observer):
 
 @functools.cache
 def expected(run):
-    """Return the outcome of a run under no schedule, and the places that it passes."""
     seen = Seen()
     return execute(run, lambda device, worker: watched(AcceleratorDevice(device, worker), seen)), seen
 
 
 def outcome(simulator, run, schedule, fault=None):
-    """Return what comes of a run under a schedule."""
     try:
         with scheduled(simulator, schedule) as make:
             return execute(run, make if fault is None else lambda *which: watched(make(*which), fault))
@@ -124,7 +120,6 @@ def assert_exact(simulator, run, schedule):
 
 
 def is_wrong(found, wanted):
-    """Tell whether a run ended with other bits or a named error."""
     return not (isinstance(found, Outcome) and found.equals(wanted))
 
 

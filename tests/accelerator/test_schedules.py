@@ -65,7 +65,6 @@ def draw(seed):
 
 
 def kept_by(model, drawn):
-    """Draw the parts that each layer of a run keeps. Every second run keeps nothing."""
     if drawn.random() < 0.5:
         return ()
     names = ("gate_up", "down") if model == "toy" else KEEPABLE

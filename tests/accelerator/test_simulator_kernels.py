@@ -22,14 +22,12 @@ def _seed():
 
 
 def assert_rounded(found, wanted, roundings=1):
-    """Check a result, which was rounded so many times, against its float64 reference."""
     allowed = (roundings * torch.finfo(found.dtype).eps + FLOAT32_SUMS) * wanted.abs().max()
     assert found.shape == wanted.shape
     assert (found.cpu().double() - wanted).abs().max() <= allowed
 
 
 def leaves(*shapes, dtype):
-    """Draw tensors of these shapes: on the device, and the same numbers in float64 on the CPU."""
     drawn = [torch.randn(shape).to(dtype) for shape in shapes]
     return [t.to(DEVICE).requires_grad_() for t in drawn], [t.double().requires_grad_() for t in drawn]
 

@@ -16,14 +16,12 @@ def buffer(nbytes, device=DEVICE):
 
 
 def host_pages(pages):
-    """Return page-aligned host memory and its address."""
     memory = torch.frombuffer(mmap.mmap(-1, pages * PAGE), dtype=torch.uint8)
     return memory, memory.data_ptr()
 
 
 @pytest.fixture
 def late_stream(simulator):
-    """A stream whose tasks run only if a thread waits for them."""
     stream = torch.Stream(device=DEVICE)
     torch.accelerator.synchronize()
     simulator.run_adversarially(0, {stream: "late"})

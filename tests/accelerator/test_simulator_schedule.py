@@ -9,7 +9,6 @@ DEVICE = "simulated:0"
 
 
 def streams(count, simulator):
-    """Make streams that the journal names by letters."""
     made = [torch.Stream(device=DEVICE) for _ in range(count)]
     for stream, name in zip(made, "abcdefgh", strict=False):
         simulator.name_stream(stream, name)
@@ -60,8 +59,6 @@ def test_only_what_a_waiting_thread_needs_runs(simulator):
 
 
 class HostThread:
-    """A registered host thread that runs `work` and then ends."""
-
     def __init__(self, simulator, work):
         self.simulator, self.work = simulator, work
         self.number, self.is_registered = 0, threading.Event()

@@ -31,7 +31,6 @@ ROWS_HERE = [
 
 @pytest.mark.parametrize("row", ROWS_HERE)
 def test_a_row_has_the_bits_of_the_reference_on_the_device(kind, row):
-    """Each second one shares two devices, if there are two."""
     num_devices = min(torch.accelerator.device_count(), 1 + row.devices % 2)
     found = row.run_all(pinned=True, wrap=workers_of(kind, num_devices))
     assert_same(found, row.reference(kind))

@@ -19,7 +19,6 @@ def small_ring(monkeypatch):
 
 
 def trained(kind, partition, base=None, make=AcceleratorDevice):
-    """Train with the frozen weights in the file `base`, or in memory. Returns losses and trained weights."""
     model = frozen_model()
     store = mapped_store(model, None if base is None else write_base(base), pinned=True)
     workers = iter(range(2))

@@ -220,7 +220,6 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog,
 
 
 def moved_to_another_disk(checkpoint, disk):
-    """Move a checkpoint elsewhere, with a link in its place."""
     checkpoint.rename(disk)
     checkpoint.symlink_to(disk)
     return checkpoint

@@ -39,7 +39,6 @@ BFLOAT16_ROUNDING = 2**-9
 
 @pytest.fixture
 def tiny_runs(small_runs, monkeypatch):
-    """The folder of runs with `tiny.toml`, its text, and the family of its model."""
     llama3 = FAMILIES["llama3"]
     flavor = llama3.config_from_flavor(
         "debug", num_layers=1, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2, ffn_size=2

@@ -32,14 +32,12 @@ def whole_state(seed):
 
 
 def owned_by(rank, size, seed):
-    """Return the tensors that a machine saves: layers in turn, and machine 0 the frozen one."""
     state = whole_state(seed)
     names = [name for index, name in enumerate(NAMES) if index // 3 % size == rank]
     return {name: state[name] for name in [*names, *(["weights/frozen"] if rank == 0 else [])]}
 
 
 def wanted_by(rank, size):
-    """Return room for the tensors that a machine loads: its own ones, and the frozen one on every machine."""
     frozen = whole_state(0)["weights/frozen"]
     return {name: torch.zeros_like(t) for name, t in {**owned_by(rank, size, 0), "weights/frozen": frozen}.items()}
 
@@ -59,8 +57,6 @@ def save(root, num_machines, *steps, **keep):
 
 
 def load(root, num_machines, **options):
-    """Return what each machine loads, or the message of its `CheckpointError`."""
-
     def work(team):
         tensors = wanted_by(team.rank, team.size)
         try:

@@ -32,7 +32,6 @@ class Death:
         self.counts, self.has_come = Counter(), False
 
     def pass_by(self, rank):
-        """Count an operation of machine `rank`. Raises `Killed` if it is the one, or if all are dead."""
         if self.has_come and self.rank == ALL:
             raise Killed
         self.counts[rank] += 1
@@ -64,8 +63,6 @@ class DyingCheckpointer(Checkpointer):
 
 
 def save(root, step, mark, death=None):
-    """Save `step` with tensors of the value `mark`. Returns whether all machines finished."""
-
     def work(team):
         checkpointer = DyingCheckpointer(root / "run", keep_latest_k=1, team=team)
         checkpointer.death = death
@@ -159,7 +156,6 @@ def save_alone(folder, step):
 
 
 def save_and_die(folder, step, events, kill_at):
-    """Save, and be killed before the `kill_at`-th of the events."""
     seen = 0
 
     def hook(event, _):
@@ -173,7 +169,6 @@ def save_and_die(folder, step, events, kill_at):
 
 
 def save_in_child(folder, step, events=(), kill_at=0):
-    """Save in a forked process, which is killed before the `kill_at`-th event. Returns whether it was."""
     child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(folder, step, events, kill_at))
     child.start()
     child.join()
@@ -182,7 +177,6 @@ def save_in_child(folder, step, events=(), kill_at=0):
 
 
 def check_alone(folder, oldest_allowed):
-    """Check that every listed checkpoint is whole, and that the newest one is of `oldest_allowed` or later."""
     checkpointer = Checkpointer(folder)
     listed = [path for path in folder.iterdir() if path.suffix not in (UNFINISHED, DELETED)]
     # A former one that its replacement made superfluous is no longer listed.
@@ -198,7 +192,6 @@ def check_alone(folder, oldest_allowed):
 
 
 def kill_at_every_event(folder, saved_again, events):
-    """Kill saves of a new step, or of the newest step again, at their 1st, 2nd, .. event. Returns how many."""
     torch.set_num_threads(1)
     folder, step, number = Path(folder), 2, 1
     for before in (1, 2):

@@ -65,8 +65,6 @@ def test_updates_wait_for_the_tensors_of_their_own_layer_alone_unless_those_are_
 
 
 def save_and_load(folder):
-    """Be a process of its own, and print how much memory a save and a load take on top of the state, and the state."""
-
     def peak_bytes():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

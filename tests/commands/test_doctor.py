@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def facts(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `doctor` for an empty folder."""
-
     def run(*configs):
         (tmp_path / "disk").mkdir()
         monkeypatch.chdir(tmp_path / "disk")

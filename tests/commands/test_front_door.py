@@ -43,7 +43,6 @@ def warm_up():
 
 
 def starts(entry, *arguments):
-    """Be the entry point of a command in the clone."""
     sys.argv = [entry, *arguments]
     sys.path.insert(0, str((ROOT / entry).parent))
     try:

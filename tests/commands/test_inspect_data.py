@@ -13,7 +13,6 @@ TEMPLATE = (
 
 
 def prepare(folder):
-    """Write three documents of 12, 7 and 32 tokens with BOS and EOS, and a config of 16 tokens per sequence."""
     (folder / "a.txt").write_text("0123456789")
     (folder / "b.jsonl").write_text(f"{json.dumps({'text': 'short'})}\n{json.dumps({'text': 'long' * 7 + '!!'})}\n")
     (folder / "x.toml").write_text(
@@ -29,7 +28,6 @@ def prepare(folder):
 
 
 def inspect(folder, *arguments):
-    """Run the command. Returns the lines that it prints."""
     prepare(folder)
     with redirect_stdout(io.StringIO()) as printed:
         assert main(["--config", str(folder / "x.toml"), *arguments]) == 0

@@ -18,7 +18,6 @@ TENSORS = "tensors-00000.safetensors"
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with checkpoints of steps 1 to 6, and what a killed save left."""
     folder = tmp_path / "outputs" / "my-run"
     for step in range(1, 7):
         state = {"config": {"run": {"name": "my-run"}}}

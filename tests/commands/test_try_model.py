@@ -35,7 +35,6 @@ ON_TWO_DEVICES = ("--engine.devices=cpu", "--engine.num_devices=2")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Write a random model of each family with the tokenizer `bytes`, in float32."""
     root = tmp_path_factory.mktemp("released")
     for name, (model_type, settings) in RELEASES.items():
         torch.manual_seed(1)
@@ -58,13 +57,11 @@ def write_texts(folder):
 
 
 def results(capsys, *arguments):
-    """Run the command with `--json`, and read what it prints."""
     assert main([*arguments, "--json", *ON_TWO_DEVICES]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def their_loss(folder, seq_len):
-    """Return the mean loss of all texts in windows that do not overlap, by `transformers`, and its tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     losses = []
     for text in filter(None, TEXTS):
@@ -97,7 +94,6 @@ PROMPTS = ["a line of", "short", "one that is longer than the others are", "x"]
 
 
 def continued(model, ids, max_tokens):
-    """Return greedy continuations by `transformers`, without the token that ends them."""
     found = their_texts(model, ids, max_tokens, BYTES.eos_id)
     return [BYTES.decode([token for token in tokens if token != BYTES.eos_id]) for tokens in found]
 
@@ -139,7 +135,6 @@ ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']")
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
-    """Return a function that trains two steps from the released Llama, once, and returns the run's folder."""
     root = tmp_path_factory.mktemp("trained")
     (root / "run.toml").write_text(CONFIG.format(release=folders["llama3"]))
     write_texts(root)

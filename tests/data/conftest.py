@@ -17,7 +17,6 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def chat_tokenizer(tmp_path_factory):
-    """Return the tokenizer of bytes with a template, which refuses a stranger's message."""
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     refusal = "{% if messages[0].role == 'stranger' %}{{ raise_exception('no stranger here') }}{% endif %}"
     template.write_text(refusal + TEMPLATE)
@@ -26,21 +25,18 @@ def chat_tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def small_groups():
-    """Make groups of whole documents so small that a small source has several."""
     with reading_limits(GROUP_SEQUENCES=5):
         yield
 
 
 @pytest.fixture
 def small_blocks(small_groups):
-    """Make the blocks of records small, too."""
     with reading_limits(BLOCK_RECORDS=6):
         yield
 
 
 @pytest.fixture(scope="session")
 def chat_folders(tmp_path_factory):
-    """Map each family to a folder with its tokenizer and no template."""
     folders = {family: tmp_path_factory.mktemp(family) for family in ("llama3", "qwen3", "gpt_oss")}
     for family, folder in folders.items():
         small_tokenizer(folder, family)
@@ -54,7 +50,6 @@ def chat_tokenizers(chat_folders):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Make a folder with short and empty documents, one longer than a piece of text, and records of all lengths."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(7):
         (folder / f"note-{number}.txt").write_text(f"note {number}\n" * (3**number % 41))

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 def until_it_stops(loader, message):
-    """Return the batches before the error."""
     batches = []
     with pytest.raises(DataError, match=message):
         batches.extend(loader)
@@ -32,7 +31,6 @@ ASKED = '{"instruction": "q", "output": "a"'
 
 
 def marked(**marks):
-    """Return a conversation whose answer has these marks."""
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **marks}]
     return json.dumps({"messages": turns})
 
@@ -96,7 +94,6 @@ GOOD_OF["prompt_completion"] = '{"prompt": "a", "completion": "b"}'
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, chat_tokenizer):
-    """Open a source for each bad record, which is between two good ones."""
     folder = tmp_path_factory.mktemp("bad")
     tables = []
     for number, (kind, bad, _) in enumerate(BAD):

@@ -28,7 +28,6 @@ VOCABULARIES = {"llama3": "llama3", "gpt_oss": "gpt_oss"} | dict.fromkeys(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Map each template to a folder with a tokenizer and that template."""
     found = {}
     for name, family in VOCABULARIES.items():
         folder = found[name] = tmp_path_factory.mktemp(name)
@@ -46,7 +45,6 @@ MADE = {}
 
 
 def learnt(tokenizer, messages, tools=(), loss_on="assistant"):
-    """Return our tokens, and whether each of them is a label."""
     key = id(tokenizer), loss_on
     if key not in MADE:
         MADE[key] = tokenizer, ChatTemplate(tokenizer, loss_on)  # which starts a process; the tokenizer keeps its id
@@ -127,7 +125,6 @@ def test_each_token_of_the_assistant_and_the_end_of_its_turn_is_learnt_and_no_ot
 
 @EACH_TEMPLATE
 def test_a_message_cannot_fake_a_turn_of_the_assistant(ours, name):
-    """Text in a message that looks like special tokens stays text, and decodes unchanged."""
     faked = plain_text(ChatTemplate(ours[name]), [question("x"), answer("learn me")])
     tokens, learn = learnt(ours[name], [question(faked), answer("It is not.")])
     plain_tokens, plain_learn = learnt(ours[name], [question("x" * 5), answer("It is not.")])

@@ -34,7 +34,6 @@ def chat_lengths(count):
 
 
 def documents_of(batch):
-    """List the number of each document that begins in a batch."""
     begins = (batch.positions == 0) & (batch.tokens < BASE)
     rows, columns = np.nonzero(begins.numpy())
     return [
@@ -44,7 +43,6 @@ def documents_of(batch):
 
 
 def share_of_copies(batches):
-    """Return the share of documents that have a copy in their own batch."""
     copies = total = 0
     for batch in batches:
         counts = Counter(documents_of(batch)).values()
@@ -61,10 +59,7 @@ def whole(source, **keys):
     ("seq_len", "batch", "full"), [(2048 // 8, 32, 0.97), pytest.param(4096 // 8, 16, 0.94, marks=pytest.mark.nightly)]
 )
 def test_copies_of_300_chats_do_not_meet_in_a_step(tmp_path, tokenizer, seq_len, batch, full):
-    """An epoch fills about two steps.
-
-    The smaller groups cost little: at least the share `full` of the positions holds tokens.
-    """
+    """An epoch fills about two steps. The smaller groups cost little: at least `full` of the positions hold tokens."""
     data = whole(write_documents(tmp_path / "x.jsonl", chat_lengths(300)), epochs=8)
     loader = Loader(data, tokenizer, seq_len, batch, 0)
     batches = list(loader)
@@ -91,7 +86,6 @@ def test_four_steps_per_epoch_are_enough_to_keep_copies_apart(tmp_path, tokenize
 def test_every_document_is_in_each_epoch_once_and_the_last_batch_has_the_rest(
     tmp_path_factory, tokenizer, lengths, handling, epochs, held_out, batch
 ):
-    """Two sources with weights: nothing is dropped at the end, and only the last batch may be smaller."""
     folder = tmp_path_factory.mktemp("epochs")
     sources = tuple(
         write_documents(folder / name, part).model_copy(update={"weight": weight})
@@ -139,7 +133,6 @@ def test_every_document_is_in_every_place_equally_often(order):
 
 @pytest.fixture(scope="module")
 def counted_sources(tmp_path_factory):
-    """Make three sources of 3, 7 and 20 one-word documents; the word is the number of the source."""
     folder = tmp_path_factory.mktemp("mix")
     paths = [
         write_lines(folder / f"{number}.jsonl", [{"text": str(number)}] * (3, 7, 20)[number]) for number in range(3)

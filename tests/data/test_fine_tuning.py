@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, chat_tokenizer):
-    """Make loaders over 90 conversations in three shapes and kinds of file."""
     folder = tmp_path_factory.mktemp("chats")
     messages = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
@@ -59,7 +58,6 @@ def test_token_ids_are_used_as_they_are(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3])
 def test_a_held_out_document_is_never_trained_on_not_even_as_a_copy(tmp_path, tokenizer, fraction):
-    """The second half of 600 records are copies of the first."""
     texts = [{"text": f"record {number % 300} {number % 300 * 7919}"} for number in range(600)]
     source = SourceTable(path=str(write_lines(tmp_path / "x.jsonl", texts)))
     data = DataTable(sources=(source,), epochs=2, validation_fraction=fraction, packing="best_fit")

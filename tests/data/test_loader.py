@@ -188,7 +188,6 @@ def test_a_position_of_earlier_rules_of_the_order_is_refused(make_loader):
 
 @pytest.fixture(scope="module")
 def make(make_loader, tmp_path_factory):
-    """Make loaders over one epoch of a note and 100 records, some 250 sequences."""
     folder = tmp_path_factory.mktemp("few")
     (folder / "note.txt").write_text("a note, " * 99)
     write_lines(folder / "records.jsonl", [{"text": f"record {n} " * (n * 7 % 23)} for n in range(100)])
@@ -196,7 +195,6 @@ def make(make_loader, tmp_path_factory):
 
 
 def sequences(loader):
-    """List each sequence of all batches: tokens, labels, positions and document ids."""
     return [row for batch in content(loader) for row in zip(*batch, strict=True)]
 
 
@@ -274,7 +272,6 @@ def test_the_batch_size_may_change_in_the_middle_of_a_window(make):
 
 
 def test_a_bad_record_stops_a_run_where_its_window_began(make_loader, corpus, tmp_path):
-    """No sequence of the window is trained before the record is repaired, and each is trained after."""
     records = (corpus / "records.jsonl").read_text().splitlines()
     (tmp_path / "note.txt").write_text("note")
     make = partial(make_loader, folder=tmp_path, seq_len=SEQ_LEN, epochs=1, shuffle=False, global_batch_size=4)

@@ -21,7 +21,6 @@ small_groups = pytest.mark.usefixtures("small_groups")
 
 
 def numbered(lengths):
-    """Make documents whose tokens are all different: token 100 d + i is the i-th of document d."""
     return [[100 * number + index for index in range(length)] for number, length in enumerate(lengths)]
 
 
@@ -30,7 +29,6 @@ def is_learnt(token):
 
 
 def pieces_of(documents, cuts=()):
-    """Cut each document into pieces, before the tokens whose number is in `cuts`; every third token is not learnt."""
     pieces = []
     for document in documents:
         bounds = [0, *(index for index in range(1, len(document)) if document[index] % 7 in cuts), len(document)]
@@ -41,7 +39,6 @@ def pieces_of(documents, cuts=()):
 
 
 def expected(document):
-    """Return each token and its label: the next token, if that is learnt."""
     labels = [token if is_learnt(token) else IGNORED_LABEL for token in document[1:]]
     return list(zip(document, [*labels, IGNORED_LABEL], strict=True))
 
@@ -56,7 +53,6 @@ def rows_of(packer):
 
 
 def contiguous_rows(documents, seq_len):
-    """Return the content of each row by the definition: inputs in order, and the document's next token as label."""
     inputs = [(*pair, number) for number, document in enumerate(documents) for pair in expected(document)]
     rows = []
     for start in range(0, len(inputs), seq_len):
@@ -90,7 +86,6 @@ def test_a_half_filled_packer_continues_from_its_state(lengths, seq_len, stop):
 
 
 def unpacked(rows):
-    """Return the documents in all rows, without padding, and check each row on the way."""
     found = []
     for row in rows:
         for number in range(int(row.document_ids[-1]) + 1):
@@ -124,7 +119,6 @@ def test_every_document_is_whole_in_one_sequence_and_a_long_one_is_handled_as_as
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), max_size=40), room=st.integers(20, 40))
 def test_no_document_would_have_fitted_better_when_it_was_placed(lengths, room):
-    """Each document must be in the fullest row that had room for it, or in a new one if none had."""
     rows = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         fill = [sum(lengths[other] for other in row) for row in rows]

@@ -17,7 +17,6 @@ def opened(path, **keys):
 
 
 def read_all(source):
-    """Return the content of the readable records, and the messages of the others."""
     read = texts_of(source, wrong=(wrong := []))
     assert len(read) + len(wrong) == source.count()
     return read, wrong
@@ -45,7 +44,6 @@ def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_sca
 
 @pytest.fixture
 def short_lines():
-    """Bound a line, and so a record, by 1000 bytes."""
     with reading_limits(MOST_LINE_BYTES=1000):
         yield
 
@@ -86,7 +84,6 @@ def test_a_json_file_that_holds_json_lines_is_read_as_such(tmp_path, tokenizer):
 
 
 def trained_on(path, records, tokenizer, content="prompt_completion"):
-    """Return the text and the learnt text of each record."""
     path.write_text(json.dumps(records))
     loader = loader_of(path, tokenizer, 128, 4, content=content, epochs=1, shuffle=False)
     return sorted(documents(loader, tokenizer))

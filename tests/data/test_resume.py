@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Write a source of each kind, 30 documents of 2 to 250 tokens each; one record of each kind of line is broken."""
     folder = tmp_path_factory.mktemp("sources")
     texts = [f"document {n} " + "and on " * (n * 7 % 31) for n in range(30)]
     records = [{"text": text} for text in texts]
@@ -46,8 +45,6 @@ def sources(tmp_path_factory):
 
 
 def assert_continues(tables, tokenizer, packing, stop, workers, **keys):
-    """Compare an uninterrupted loader with one that stops after `stop` batches, is saved as JSON, and resumed."""
-
     def made(num_workers):
         shape = {"packing": packing[0], "long_documents": packing[1], "on_bad_record": "skip"}
         return loader_of(tables, tokenizer, 64, 3, 7, num_workers=num_workers, **shape, **keys)

@@ -141,7 +141,6 @@ def test_a_folder_of_save_to_disk_is_recognised_and_names_its_splits(tmp_path):
 
 
 def test_files_of_several_kinds_may_be_mixed_but_not_with_archives_that_are_no_text(tmp_path):
-    """Endings in capitals mean what small ones mean."""
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
     (tmp_path / "b.json").write_text('[{"text": "b"}, {"text": "c"}]')
     (tmp_path / "c.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "e"}'))

@@ -17,12 +17,10 @@ SIZES = {"seq_len": 512, "global_batch_size": 24}
 
 
 def steps_of(batches, most=1000):
-    """Return the steps up to the end of the data."""
     return [step for step in islice(iter(lambda: batches.next()[0], None), most) if step is not None]
 
 
 def whole_steps(machines):
-    """Return the micro-batches of each step in their order with their facts, and the counts of the step."""
     found = []
     for number, parts in enumerate(zip(*machines, strict=True)):
         numbered = {
@@ -41,8 +39,6 @@ def rows_of(steps):
 
 
 def train(make, num_machines, rounds=1, state=None, most=1000, size=2):
-    """Run up to `most` steps from a position. Return their contents, the position after them, and the bad records."""
-
     def work(machine, gather):
         loader = make()
         if state is not None:
@@ -123,7 +119,6 @@ def test_the_flags_of_all_machines_come_with_each_step_and_with_the_end(make_loa
 
 
 def until_error(batches, loader):
-    """Return the step before which an error came, its text, and the position before that."""
     for step in range(100):
         before = loader.state_dict()
         try:

@@ -60,7 +60,6 @@ NIGHTLY = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Map each family to our tokenizer, read from files, and to the reference that wrote them."""
     found = {}
     for name in FAMILIES:
         folder = tmp_path_factory.mktemp(name)
@@ -104,7 +103,6 @@ PIECES = {
 
 
 def ids_in_pieces(ours, text, folder, special=False):
-    """Return the ids of a file of text that is read in pieces of 700 bytes, without BOS and EOS."""
     (folder / "x.txt").write_bytes(text.encode())
     table = SourceTable(path=str(folder / "x.txt"), special_tokens=special)
     with reading_limits(PIECE_SIZE=700):

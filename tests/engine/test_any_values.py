@@ -23,7 +23,6 @@ PARTITIONS = {
 
 
 def train_both(model, num_devices, partition, stale=0, policy=SYNC, **settings):
-    """Train with the engine and with the reference loop, and compare losses and state."""
     store, steps = toy_store(model, policy=policy), [any_batches(3, seed) for seed in range(3)]
     loop = Reference.of(model, store, stale=stale, rounds=settings.get("rounds", 1))
     with toy_engine(

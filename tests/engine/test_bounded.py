@@ -45,7 +45,6 @@ def test_a_loss_that_is_not_finite_skips_the_whole_step():
 
 
 def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
-    """The engine and the plain loop get the same infinite gradient in block 2 of step 1."""
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
     store = toy_store(model, policy=BOUNDED)
     loop = Reference.of(model, store, stale=4)

@@ -56,13 +56,11 @@ class Case:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     def recorded(self, names=KEEPABLE, seed=1):
-        """What a forward stage keeps, brought to other memory."""
         with torch.no_grad(), keeping.recording(names) as record:
             self.compiled(self.hidden(seed), self.micro_batch)
         return [tensor.clone() for tensor in record.tensors]
 
     def results(self, context=None, seed=1):
-        """Output, the gradient of the input, and of each parameter, of the layer run in this context."""
         self.block.zero_grad()
         hidden = self.hidden(seed).requires_grad_()
         with context or nullcontext():
@@ -76,7 +74,6 @@ class Case:
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The number of calls of the code behind each `KeptForward`."""
     count, made = [0], KeptForward.__init__
 
     def counting(self, code):

@@ -57,7 +57,6 @@ def warned(caplog):
 
 
 def trained(compiler, partition="forward coarser", devices=2, batches=BATCHES, model=None, **settings):
-    """Losses, final state and the model's loss on the first batch."""
     model = model or toy_model(tied=True)
     with toy_engine(PARTITIONS[partition], devices, model=model, compiler=compiler, **settings) as engine:
         losses = train(engine, batches)
@@ -76,7 +75,6 @@ def graphs():
 
 @pytest.fixture(scope="module")
 def traced():
-    """The toy's kinds, what a run gave, and the graphs that its first two steps and all of it added."""
     compiler, counts = LayerCompiler(toy_model(tied=True), "aot_eager"), [graphs()]
     for steps in (2, 4):
         found = trained(compiler, devices=3, batches=BATCHES[:steps])
@@ -126,8 +124,6 @@ def test_gradients_of_16_bits_are_added_to_their_fp32_sums_in_one_pass():
 
 
 class AsksForLength(torch.nn.Module):
-    """A layer that computes something else if it is told how long a document may be."""
-
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
@@ -245,7 +241,6 @@ CASES = {
 
 
 def packed_batches(steps):
-    """Two documents a sequence, two micro-batches a step, with numbers for dropout."""
     return [
         with_dropout_seeds([replace(part, max_documents=4) for part in packed(micro_batches)], seed=7, step=step)
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=3))
@@ -260,7 +255,6 @@ def packed(micro_batches):
 
 
 def family_run(case, compiles):
-    """Losses, final state, and the compiler if there was one."""
     family, flavor, changes, adapters = CASES[case]
     model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
@@ -317,7 +311,6 @@ class OutOfRoomError(torch.OutOfMemoryError):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """Block 3 runs out of memory at the chosen call of what was compiled, as a kernel would."""
     left = [0]
 
     # PyTorch reads the schema of an operation from its annotations.

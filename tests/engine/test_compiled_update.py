@@ -28,7 +28,6 @@ def trained_state(compiled, policy=SYNC, stale_layers=0):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the number of elements that each kernel call updates."""
     original, seen = CompiledUpdate.__call__, []
 
     def counting(self, buffers, numbers):
@@ -53,7 +52,6 @@ def test_every_segment_of_every_step_is_updated_by_a_kernel(calls, policy, stale
 
 @pytest.fixture
 def get_kernels(monkeypatch):
-    """Return what puts another function in the place of the compiler."""
     return lambda function: monkeypatch.setattr("torchround.engine.update.get_kernels", function)
 
 

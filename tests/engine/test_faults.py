@@ -136,8 +136,6 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(norm
 
 
 class FailedEvent:
-    """An event that raises in the threads of that name, after `left[0]` waits there."""
-
     def __init__(self, thread, left):
         self.thread, self.left = thread, left
 

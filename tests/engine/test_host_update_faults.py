@@ -33,8 +33,6 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_state_as_they_are(poli
 
 
 class Failing(torch.optim.SGD):
-    """An optimizer whose second step fails, before or in the middle of its writes."""
-
     steps = 0
 
     def step(self, closure=None):

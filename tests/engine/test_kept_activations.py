@@ -16,15 +16,12 @@ LR = 1e-2
 
 
 def trained(model, **settings):
-    """Return the losses and the state after four steps."""
     with toy_engine(PARTITIONS["forward coarser"], 1, model=model, **settings) as engine:
         losses = train(engine, toy_batches(4, 4), LR)
     return losses, engine.store.named_views()
 
 
 class Copies(Observer):
-    """The copies of activations of all devices: the bytes that each stream moved, and when each was enqueued."""
-
     def __init__(self):
         self.nbytes = Counter()
         self.order = []
@@ -49,7 +46,6 @@ def copies_of(kept, evaluates=False):
 
 
 def kept_bytes(kept, layers, micro_batches=4):
-    """Return what these layers keep of toy batches, in bytes."""
     model = toy_model()
     [batch] = toy_batches(1, micro_batches)
     works = [model.layers[layer].work(*part.tokens.shape, 4) for layer in layers for part in batch]
@@ -74,7 +70,6 @@ def test_an_evaluation_keeps_nothing():
 
 
 def peak_bytes(partition, num_devices, micro_batches, kept):
-    """Return the most memory that any device held in a step."""
     [batch] = toy_batches(1, micro_batches)
     with toy_engine(partition, num_devices, kept=kept) as engine:
         engine.forward_backward(batch)

@@ -18,8 +18,6 @@ BATCHES = toy_batches(3, micro_batches=4)
 
 
 class Failing:
-    """A model whose blocks fail as soon as `now` is set."""
-
     def __init__(self):
         self.model = planted_model(self.plant)
         self.now = False

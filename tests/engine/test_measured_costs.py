@@ -24,8 +24,6 @@ def reports_of(steps):
 
 
 class At:
-    """A mark at a known time."""
-
     def __init__(self, seconds):
         self.seconds = seconds
 

@@ -49,7 +49,6 @@ class RecordedBuffers:
         return torch.from_numpy(array)
 
     def alive(self):
-        """Describe every buffer that is still in memory."""
         return [f"{nbytes} bytes of {owner}" for owner, nbytes, is_alive in self._buffers if is_alive()]
 
     def owners(self):

@@ -58,8 +58,6 @@ def test_a_fault_of_an_orthogonalisation_names_its_device_and_layers_and_leaves_
 
 
 class DownloadedBytes(Observer):
-    """The bytes of gradients and directions that leave devices, by the step that a trace shows them in."""
-
     def __init__(self):
         self.by_step, self._lock = Counter(), threading.Lock()
 
@@ -126,12 +124,10 @@ def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(p
 
 
 def stage_of(stage):
-    """Return kind and layers of a stage, or of a simulated task."""
     layers = getattr(stage, "layers", None) or range(stage.start, stage.stop)
     return stage.kind.value, layers.start, layers.stop
 
 
 def is_first_of_stage(task, device):
-    """Tell whether a simulated task is the first micro-batch of a stage of this device, or one of its jobs."""
     kinds = (SpanKind.FORWARD, SpanKind.FUSED, SpanKind.BACKWARD, SpanKind.ORTHOGONALISE)
     return task.device == device and task.kind in kinds and task.micro_batch <= 0

@@ -18,7 +18,6 @@ STEPS = 4
 
 
 def taken(engine):
-    """Count the allocations of each device and of the host pool."""
     return [*(device.num_allocations for device in engine.devices), engine.pool.num_allocations]
 
 

@@ -24,7 +24,6 @@ UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (6, 1, 4, 5),
 
 
 def logs_of(row, dropped=None, fault=None):
-    """Return the log of each machine of a run. Without a `dropped` access and a `fault`, the run must not fail."""
     logs = []
 
     def run(group=None):
@@ -53,8 +52,6 @@ def logs_of(row, dropped=None, fault=None):
 
 
 def save(engine):
-    """Save without waiting, as the checkpointer reads."""
-
     def read(source):
         for name, tensor in source.tensors.items():
             source.reading(tensor)
@@ -100,7 +97,6 @@ def passing_model():
 
 
 def run(devices, cut, update="sync", flags="", **options):
-    """Return a row, of which the flags are True."""
     flags = dict.fromkeys(flags.split(), True)
     flags |= {"after_step": save} if flags.pop("saves", False) else {}
     return Row(devices, 1, cut, update, **flags | options)

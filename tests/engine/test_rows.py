@@ -44,7 +44,6 @@ def test_a_loss_scale_that_grows_and_falls_is_that_of_a_plain_loop_after_a_resum
 
 
 def breaking(hidden, micro_batch):
-    """Let the gradients of the second step be infinite, and leave its loss as it is."""
     passed = hidden * 1.0
     if passed.requires_grad and torch.equal(micro_batch.tokens, STEPS[1][0].tokens):
         passed.register_hook(lambda gradient: gradient * math.inf)

@@ -47,7 +47,6 @@ def files(folder):
 
 
 def saving(checkpointer):
-    """Return the function that a run gives to `Engine.save`."""
     return lambda source: checkpointer.save(source.step, source.tensors, source.state, source)
 
 
@@ -72,7 +71,6 @@ def test_a_save_of_each_step_beside_training_equals_one_that_blocks_byte_for_byt
 
 
 def first_bundle(source):
-    """Return the names of the tensors of the first layer, which is a bundle of its own, and copies of all tensors."""
     first = next(iter(source.tensors)).removeprefix("weights/").split(".")[0]
     own = [name for name in source.tensors if name.split("/")[1].startswith(first)]
     return own, {name: tensor.clone() for name, tensor in source.tensors.items()}
@@ -135,7 +133,6 @@ def test_a_checkpoint_appears_only_when_it_is_allowed_to(tmp_path):
 
 
 def fail(engine, bomb):
-    """Let a device of an armed engine fail in the next step, and the engine with it."""
     bomb.place = ("has", STAGE_JOB)
     with pytest.raises(PipelineError, match="planted"):
         step(engine, toy_batches(1, micro_batches=4)[0])

@@ -20,13 +20,11 @@ STEPS, CALLS, MICRO_BATCHES = 3, 2, 4
 
 
 def called(batches, calls=CALLS):
-    """Cut the micro-batches of each step into equal calls."""
     size = len(batches[0]) // calls
     return [[step[first : first + size] for first in range(0, len(step), size)] for step in batches]
 
 
 def train(engine, steps, **options):
-    """Train step by step, each a list of calls. Returns the results of all calls."""
     results = []
     for calls in steps:
         results += [engine.forward_backward(micro_batches, **options) for micro_batches in calls]
@@ -36,7 +34,6 @@ def train(engine, steps, **options):
 
 
 def train_plainly(loop, steps):
-    """Train the reference loop likewise. Returns the losses of all calls."""
     losses = []
     for calls in steps:
         for micro_batches in calls:
@@ -100,7 +97,6 @@ def test_a_divisor_of_1_gives_the_plain_sum():
 
 
 def views_after(calls):
-    """Train one whole step, then `calls` of the next, which ends without its `step()`."""
     model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
     with toy_engine(PARTITION, 2, model=model, accumulates=True) as engine:
         train(engine, batches[:1])

@@ -16,7 +16,6 @@ def test_no_pass_after_the_first_of_a_shape_takes_memory_in_its_middle():
     with toy_engine(PARTITION, 2, model=any_model()) as engine:
 
         def taken_after(rows, steps):
-            """Return the bytes that the pool had to take while passes ran."""
             for step in range(steps):
                 engine.forward_backward(any_batches(3, step, rows))
                 engine.step(1e-3)

@@ -34,11 +34,7 @@ def train_traced(
     steps=(TRACED + 1,),
     profiler=False,
 ):
-    """Train as a run does, one step dispatched ahead, with `steps` traced. Returns the spans of the last file and the store.
-
-    With `validates`, an evaluation runs before each step. `held` is a watcher. The traced step's update waits for a save,
-    which waits until `held` has seen what it waits for.
-    """
+    """The traced step's update waits for a save, which waits until the watcher `held` has seen what it waits for."""
     model = toy_model()
     store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
     devices = [CpuDevice(index) for index in range(num_devices)]
@@ -68,7 +64,6 @@ def train_traced(
 
 
 def spans_in(path):
-    """Read the spans of a trace, each with the step that it names and its layers."""
     spans = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     for span in spans:
         first, _, last = span["name"].partition(" ")[2].partition("-")
@@ -80,12 +75,10 @@ def spans_in(path):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The spans and the store of each mode on two devices."""
     return {policy: train_traced(2, tmp_path_factory.mktemp("plain"), policy) for policy in (SYNC, ASYNC)}
 
 
 def own(spans, kind=None):
-    """The traced step's spans, of one kind if it is given."""
     return [span for span in spans if span["step"] == TRACED and kind in (None, span["cat"])]
 
 
@@ -191,8 +184,6 @@ def test_a_profiler_that_cannot_record_all_threads_is_used_without_them_with_a_w
 
 
 class NextStepComputes(Observer):
-    """Says when a device has computed something of the step after the traced one."""
-
     def __init__(self):
         self.seen = threading.Event()
 

@@ -51,7 +51,6 @@ def undisturbed():
 
 @pytest.fixture
 def stuck(brief_joins, over):
-    """Let an engine wait for a thread that is stuck until the test's end for a short time only."""
     return over
 
 
@@ -60,7 +59,6 @@ def hanging_engine(store=None, model=None, **options):
 
 
 def hang(engine, question="update"):
-    """Return the error of three steps and of the questions after them. Ends the engine in any case."""
     try:
         with pytest.raises(HangError) as raised:
             for micro_batches in BATCHES:
@@ -74,7 +72,6 @@ def hang(engine, question="update"):
 
 
 def blocking_model(planted, over, call):
-    """Make a toy model whose blocks' `call`-th forward of the run ends only with the test."""
     calls = itertools.count(1)
 
     def blocking(hidden, micro_batch):
@@ -155,7 +152,6 @@ def concerns(flag, number):
     [pytest.param(*lost, marks=[pytest.mark.nightly] * (lost[0] not in TELLING), id=lost[0]) for lost in LOST],
 )
 def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted, undisturbed, kind, waiting):
-    """Lose one hand-over of each kind: the first of the second step that concerns bundle 1 or micro-batch 1."""
     number = {STAGE_JOB: 8, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
     store = toy_store(toy_model())
     with monkeypatch.context() as patch:
@@ -170,8 +166,6 @@ def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(monkeypatch, pl
 
 
 class StuckEvent:
-    """A point that a device passes when the test allows it. `planted` is set when a thread waits for it."""
-
     def __init__(self, over, planted):
         self._over, self._planted = over, planted
 

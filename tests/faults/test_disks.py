@@ -21,7 +21,6 @@ LEFT_BYTES = 64 << 10  # less than the tensors of a checkpoint need
 def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
     small_runs, monkeypatch, caplog, update
 ):
-    """Writes fail, as on a full disk, from the dispatch of step 4 to that of step 8."""
     arguments = [*EVERY_SECOND, f"--engine.update={update}"]
     assert small_runs("whole", *arguments) == 0
     checkpoints = small_runs.path("run") / "checkpoints"

@@ -99,7 +99,6 @@ class Fault:
 
 
 def all_faults(rounds_of_table):
-    """List faults at every place, each time with the next choice of each axis."""
     errors, devices, partitions = itertools.cycle(ERRORS), itertools.cycle((1, 2, 3, 8)), itertools.cycle(PARTITIONS)
     modes = itertools.cycle(
         [
@@ -157,8 +156,6 @@ MORE_FAULTS = list(all_faults([True, False, True, True]))[len(FAULTS) - len(NAME
 
 
 class ArmedLayer(nn.Module):
-    """Layer `index` of a toy model, which gives a bomb its chances before it, in a part of it, and in its backward."""
-
     def __init__(self, inner, index, bomb):
         super().__init__()
         self.inner, self.index, self.bomb = inner, index, bomb
@@ -181,8 +178,6 @@ class ArmedLayer(nn.Module):
 
 
 class Tripwire(torch.autograd.Function):
-    """An identity whose backward gives a bomb a chance."""
-
     @staticmethod
     def forward(ctx, hidden, bomb, index, where):
         ctx.site = bomb, index, where
@@ -222,14 +217,12 @@ def store_of(fault, **options):
 
 
 def whole_state(store):
-    """Copy a store, and the newest device weights if these are predictions."""
     newest = store.trained if store.policy.predicts else ()
     return copied(store) | {f"newest/{bundle.index}": bundle.version(store.step).clone() for bundle in newest}
 
 
 @cache
 def undisturbed(variant, policy, rounds, stale_layers):
-    """Return, of a run that waits after each step, the states, what else a checkpoint has, and each step's loss."""
     alone = Fault(None, None, policy=policy, devices=1, variant=variant, rounds=rounds, stale_layers=stale_layers)
     store = store_of(alone)
     with engine_of(alone, store, Bomb(None)) as engine:
@@ -246,7 +239,6 @@ def expected(fault):
 
 
 def run(fault, store, bomb):
-    """Run all steps, with a validation after the second. Raises what the run raises."""
     with pytest.MonkeyPatch.context() as patch:
         before(patch, update, "update_", bomb)
         with engine_of(fault, store, bomb) as engine:
@@ -334,7 +326,6 @@ def possible_steps(fault):
 
 
 def check_continues(fault, store):
-    """Train on from the store if it is whole, otherwise from a checkpoint of the step before."""
     states, others, losses = expected(fault)
     assert engine_threads() == []
     again = replace(fault, devices=fault.devices % 3 + 1, partition=FORWARD, kept="one part" if fault.kept else "")

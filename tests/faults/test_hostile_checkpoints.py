@@ -36,7 +36,6 @@ GIVEN = ("--run.name=new", "--checkpoint.load_path=theirs", "--training.steps=8"
 
 @pytest.fixture(scope="module")
 def saved(processes, tmp_path_factory):
-    """Return the folder that a harmless run left."""
     folder = tmp_path_factory.mktemp("harmless")
     SmallRuns(folder)
     run = processes.run("tests.support.scenarios:trains", ["--run.name=run", NO_WINDOW], folder=folder)
@@ -56,12 +55,10 @@ def manifest(change=None, **changes):
 
 
 def listed(name):
-    """Add a file to the folder and to its manifest."""
     return manifest(lambda content: content["files"].update({name: {"size_bytes": 8, "xxh3_128": "0" * 32}}))
 
 
 def record(**changes):
-    """Change the record of the tensors in the manifest."""
     return manifest(lambda content: content["files"][TENSORS].update(changes))
 
 
@@ -75,7 +72,6 @@ def state(change=None, **changes):
 
 
 def config(table=None, **changes):
-    """Change a table of the saved configuration, or the configuration."""
     return state(lambda content: (content["config"][table] if table else content["config"]).update(changes))
 
 
@@ -173,8 +169,6 @@ def own(harm, says, arguments=OWN, code=0):
 
 
 def plan(**changes):
-    """Alter the measured plan of a run, which then continues."""
-
     def forge_plan(path):
         content = json.loads((path / "plan.json").read_text())
         content["stages"][0].update(changes.pop("stage", {}))
@@ -184,8 +178,6 @@ def plan(**changes):
 
 
 def outside(name):
-    """Make a checkpoint's folder a link to one outside."""
-
     def link(path):
         (path.parents[1] / "elsewhere").mkdir()
         (path.parents[1] / "elsewhere" / "precious").write_text("precious")
@@ -232,8 +224,6 @@ RUNS = {
 
 
 def given(harm):
-    """Put the forged checkpoint into a folder, beside a file that no command may touch."""
-
     def put(folder):
         theirs = folder / "theirs"
         shutil.move(folder / "outputs" / "run" / "checkpoints" / checkpoint_name(STEP), theirs)
@@ -244,8 +234,6 @@ def given(harm):
 
 
 def run_of(saved):
-    """Return the preparation of a folder in which there is a copy of a saved run."""
-
     def prepared(folder):
         SmallRuns(folder)
         shutil.copytree(saved, folder / "outputs" / "run")
@@ -259,7 +247,6 @@ def test_hostile_checkpoints_and_run_folders_are_a_message_and_touch_nothing(pro
 
 
 def unlisted_link(path):
-    """Link to tensors that the manifest does not list."""
     (path / "tensors-00007.safetensors").symlink_to("../../../precious")
 
 

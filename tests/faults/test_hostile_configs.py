@@ -9,7 +9,6 @@ __all__ = ["small_runs"]
 
 
 def small(text, before=""):
-    """Return the harm of more lines at the end of `small.toml`, or at its beginning."""
     return lambda folder: (folder / "small.toml").write_text(before + SMALL + text)
 
 
@@ -35,8 +34,6 @@ def pipe_base(folder):
 
 
 def linked(name):
-    """Make a file or folder of the run's folder a link to one outside."""
-
     def link(folder):
         (folder / "elsewhere").mkdir()
         (folder / "elsewhere" / "precious").write_text("precious")
@@ -48,7 +45,6 @@ def linked(name):
 
 
 def option(argument, says, *others):
-    """Return a hostile option of the command line, which the message names."""
     return Case(lambda folder: None, says, (argument, *others))
 
 

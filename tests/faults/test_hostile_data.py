@@ -23,14 +23,11 @@ TEMPLATE = (
 
 
 def reads(path, **source):
-    """Return the option that makes this the only source."""
     keys = {"path": path, **source}
     return (f"--data.sources=[{{ {', '.join(f'{key} = {json.dumps(keys[key])}' for key in keys)} }}]",)
 
 
 def file(name, content, says, code=2):
-    """Return a file of some bytes, or of what a function returns, as the only source."""
-
     def write(folder):
         (folder / name).write_bytes(content if isinstance(content, bytes) else content())
 
@@ -38,13 +35,10 @@ def file(name, content, says, code=2):
 
 
 def record(line, says, **source):
-    """Return a line of JSONL."""
     return Case(lambda folder: (folder / "bad.jsonl").write_bytes(line + b"\n"), says, reads("bad.jsonl", **source))
 
 
 def chat(messages, says, **fields):
-    """Return a conversation."""
-
     def write(folder):
         (folder / "template.jinja").write_text(TEMPLATE)
         (folder / "bad.jsonl").write_text(json.dumps({"messages": messages, **fields}) + "\n")

@@ -19,7 +19,6 @@ ONE_STEP = "--training.steps=1"
 
 
 def release(folder):
-    """Write a small, sound model."""
     block, shapes = "model.layers.0.", {"model.embed_tokens": (300, 16), "lm_head": (300, 16), "model.norm": (16,)}
     shapes |= {f"{block}{name}_layernorm": (16,) for name in ("input", "post_attention")}
     shapes |= {f"{block}self_attn.{name}_proj": (8 if name in "kv" else 16, 16) for name in "qkvo"}
@@ -32,13 +31,10 @@ def release(folder):
 
 
 def config(says, **changes):
-    """Return a release with other entries of its config."""
     return Case(lambda folder: (release(folder) / "config.json").write_text(json.dumps(HF | changes)), says, PRETRAINED)
 
 
 def file(name, content, says, *without):
-    """Return a release with a file written, and others removed."""
-
     def write(folder):
         path = release(folder)
         for other in without:
@@ -49,8 +45,6 @@ def file(name, content, says, *without):
 
 
 def header(change, says="damaged", length=None):
-    """Return a release with another header in front of its weights."""
-
     def forge(folder):
         path = release(folder) / "model.safetensors"
         path.write_bytes(forge_header(path.read_bytes(), change, length))
@@ -104,8 +98,6 @@ PROMPT = "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
 
 
 def template(source, says, *arguments, code=2, later=0):
-    """Return a chat template over a conversation whose answer looks like one, and a record of the word "later"."""
-
     def write(folder):
         (folder / "secret").write_text("hunter2")
         (folder / "template.jinja").write_text(source)
@@ -136,8 +128,6 @@ TEMPLATES = {
 
 
 def tokenizer(change, says="tokenizer.json", code=2):
-    """Return a changed byte-level BPE without merges."""
-
     def write(folder):
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         characters = [*map(chr, printable), *(chr(0x100 + index) for index in range(256 - len(printable)))]

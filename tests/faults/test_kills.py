@@ -32,7 +32,6 @@ def killed(processes, folder, arguments, moment):
 
 
 def newest(checkpoints):
-    """Return the step of the newest complete checkpoint, after reading every byte of it; 0 without one."""
     step = Checkpointer(checkpoints).latest_step() or 0
     if step:
         verify_checkpoint(checkpoints / checkpoint_name(step))
@@ -40,7 +39,6 @@ def newest(checkpoints):
 
 
 def announced(child):
-    """Return the last step that the run reported as saved."""
     name = checkpoint_name(0).replace("0", "([0-9]+)")
     return max(map(int, re.findall(rf"^saved \S+{name} ", child.text(), re.MULTILINE)), default=0)
 
@@ -76,7 +74,6 @@ def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_un
 
 
 def kill_until_complete(processes, runs, name, mode, moment, at_most):
-    """Kill a run and start it again until it is complete. Returns the number of kills."""
     arguments = [f"--run.name={name}", *OFTEN, *mode]
     reached = kills = 0
     while reached < STEPS and kills < at_most:

@@ -50,10 +50,7 @@ def test_a_machine_that_is_killed_is_named_and_the_run_continues_to_the_same_bit
 def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
     small_machines, num_machines, undisturbed, mode
 ):
-    """8 kills in each mode. Every step is saved, so most kills meet an exchange or a save.
-
-    Machines add up the rounds of one, except in `bounded`, which has one round on each.
-    """
+    """Every step is saved, so most of the 8 kills meet an exchange or a save. `bounded` has one round on each machine."""
     generator, arguments = random.Random(num_machines), [*ENDLESS, *mode]
     for _ in range(8):
         done = max(small_machines.saved("run"), default=0)
@@ -76,7 +73,6 @@ def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
 
 
 def wait_until_listening(port):
-    """Wait until a process listens at a port of the loopback."""
     while True:
         with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
             return
@@ -85,7 +81,6 @@ def wait_until_listening(port):
 
 @pytest.mark.nightly
 def test_torchrun_continues_with_the_machines_that_are_left(small_machines):
-    """Two agents of torchrun on the loopback: one is killed with its process, and the other one trains on alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -33,7 +33,6 @@ def engine_of(name, store, num_devices=2):
 
 @functools.cache
 def undisturbed(name, policy):
-    """Return the state after 0, 1, .. steps and each step's loss."""
     store = made(name, policy)
     states, losses = [copied(store)], []
     with engine_of(name, store, 1) as engine:

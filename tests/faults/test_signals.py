@@ -39,7 +39,6 @@ def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_
 
 
 def stop_until_complete(processes, runs, name, mode, moment, at_most):
-    """Stop a run and start it again until it is complete. Returns the number of stops."""
     arguments, stops, last_step = [f"--run.name={name}", *OFTEN, *mode], 0, 0
     while True:
         child = processes.start(TRAINS, arguments, folder=runs.folder)

@@ -136,7 +136,6 @@ KINDS = ["qwen2", "gemma2", "qwen3_moe", "gpt_neox", "qwen3_next", "olmo_hybrid"
 
 @pytest.fixture(scope="module")
 def made():
-    """Return what makes an engine for a kind of toy, each model built once."""
     models = {}
 
     def make(kind, num_devices, **options):

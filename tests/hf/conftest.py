@@ -32,7 +32,6 @@ RELEASES = {
 
 
 def release(kind, folder, dtype=torch.bfloat16, **saving):
-    """Write a random model of `kind` to `folder`; `saving` goes to `save_pretrained`."""
     family, model_type, settings = RELEASES[kind]
     theirs = toy_decoder(AutoConfig.for_model(model_type, **SHAPE | settings), seed=1)
     theirs.to(dtype).save_pretrained(folder, **saving)

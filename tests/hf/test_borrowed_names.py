@@ -22,7 +22,6 @@ SINGLE = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
-    """Map each kind to its folder, the model in it, and a model on `meta`; written once."""
     made = {}
 
     def get(kind):
@@ -58,7 +57,6 @@ def assert_is_the_model(toy, views):
 
 
 def rewritten(toy, folder, change=lambda name: name, **more):
-    """Write the toy's tensors to `folder` under other names, without some, and with more."""
     tensors = {change(name): tensor for name, tensor in load_file(toy.folder / SINGLE).items()} | more
     tensors.pop(None, None)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})

@@ -34,7 +34,6 @@ engine = { devices = "cpu", cpu_threads = 1, measure_steps = 0 }
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Make the working folder of all tests, with the export of a run from scratch in it."""
     with working_in(tmp_path_factory.mktemp("work")) as folder:
         write_lines(folder / "text.jsonl", [{"text": f"line {index} of some text"} for index in range(20)])
         (folder / "own.toml").write_text(CONFIG)
@@ -46,7 +45,6 @@ BASE = Path(f"outputs/own/export/{checkpoint_name(2)}")
 
 
 def head(card):
-    """Read the YAML between the first two lines of dashes."""
     assert card.startswith("---\n")
     return yaml.safe_load(card.split("---\n")[1])
 
@@ -167,7 +165,6 @@ DIALOGUE = [question("one"), answer("two")]
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """Make a released folder: tokenizer and template."""
     folder = tmp_path_factory.mktemp("release")
     small_tokenizer(folder, "qwen3")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
@@ -177,7 +174,6 @@ def release(tmp_path_factory):
 
 
 def trained(**table):
-    """Return what a checkpoint of a run on conversations holds."""
     table = {"path": None, "name": None, "chat_template": None, **table}
     tokenizer = build_tokenizer(TokenizerTable(**table))
     return {"config": {"tokenizer": table}, "data": {"data": {"chat_template": tokenizer.template.digest()}}}

@@ -26,13 +26,11 @@ SINGLE = "model.safetensors"
 
 
 def save_run(folder, store, **model_table):
-    """Write a checkpoint as a run leaves it, as far as an export reads it."""
     config = saved_config(model=model_table)
     return Checkpointer(folder / "checkpoints").save(3, store.named_views(), {"config": config})
 
 
 def imported(release, folder):
-    """Write a checkpoint of a run that starts from the release in `folder`."""
     model = release.family.build(release.config)
     names, redundant = (
         release.family.hf_names(release.config),
@@ -51,7 +49,6 @@ def assert_same_tensors(ours, theirs):
 
 
 def export(release, folder, *options, checkpoint=None):
-    """Export a run that starts from the release to `folder / exported`, which is returned."""
     checkpoint, output = checkpoint or imported(release, folder), folder / "exported"
     assert export_hf.main([str(checkpoint), str(output), f"--model.hf_path={release.folder}", *options]) == 0
     return output
@@ -59,7 +56,6 @@ def export(release, folder, *options, checkpoint=None):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Let every tensor be read and written in several pieces."""
     for module, size in (("pretrained", 200), ("export", 100)):
         monkeypatch.setattr(f"torchround.hf.{module}.PIECE_BYTES", size)
 

@@ -44,7 +44,6 @@ def frozen_names(model):
 
 
 def opened(release, mapped):
-    """Return a model with adapters, its store, and the mapped weights."""
     model = with_adapters(release.family, release.config)
     weights = open_weights(release, model)
     in_files = weights.map_tensors(frozen_names(model), BF16) if mapped else {}
@@ -106,7 +105,6 @@ def test_what_does_not_lie_in_the_file_as_it_is_used_is_copied(hf, tmp_path):
 
 
 def uses_mappings():
-    """Replace one mapped file, and cut the other one short."""
     path = Path("replaced.safetensors")
     numbers = view_of(map_file(path), read_header(path)["numbers"])
     path.rename("deleted")
@@ -128,7 +126,6 @@ def test_a_deleted_file_is_there_until_the_end_and_one_cut_short_ends_the_proces
 
 
 def resident_bytes(path):
-    """Count the bytes of a mapped file that are resident in this process."""
     blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     sizes = [re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE) for block in blocks if str(path) in block]
     return sum(int(size[1]) * 1024 for size in sizes)

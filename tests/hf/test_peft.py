@@ -50,7 +50,6 @@ def opened(releases, kind):
 
 
 def adapted(release, targets, read=None):
-    """Build our model with the release's weights, and adapters: random, or from `read(names, shapes)` if it is given."""
     model, names = release.family.build(release.config), release.family.module_names(release.config)
     add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets))
     shapes = model.stored_shapes()
@@ -71,7 +70,6 @@ def adapted(release, targets, read=None):
 
 
 def filled(ours, tools):
-    """Give the model memory of its own with the store's weights; only adapters take gradients."""
     model = tools.materialise(copy.deepcopy(ours.model))
     for name, parameter in tools.stored_parameters(model).items():
         parameter.data.copy_(ours.store.weights()[name])
@@ -132,7 +130,6 @@ def test_peft_loads_our_adapters_and_has_our_logits_gradients_and_merged_export(
 
 
 def peft_gradient(name, tensors, gradients):
-    """Return peft's name and gradient for our adapter, which peft may have fused with others."""
     if isinstance(tensors, str):
         return tensors, gradients[tensors]
     part = name.rpartition(".")[2].split("_")[0]  # of Qwen3's experts: gate, up or down
@@ -180,7 +177,6 @@ PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_rslo
 
 
 def read(folder, **setting):
-    """Write adapters with a setting, and read them."""
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | setting))
     save_file({NAMES[key]: torch.randn(SHAPES[key]) for key in NAMES}, folder / "adapter_model.safetensors")
     return read_adapters(LoraTable(path=str(folder), rank=2, alpha=4.0), NAMES, SHAPES)

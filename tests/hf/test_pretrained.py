@@ -33,8 +33,6 @@ def initialised(release, pretrained=None):
 
 @pytest.fixture
 def rewritten(hf, tmp_path):
-    """Write a release whose tensors `change` has changed in place."""
-
     def write(kind, change):
         release = hf.release(kind, tmp_path)
         tensors = load_file(tmp_path / SINGLE)

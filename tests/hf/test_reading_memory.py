@@ -16,8 +16,6 @@ CONFIG = FAMILY.config_from_flavor("debug", num_layers=6, vocab_size=8000, **SIZ
 
 
 def read_weights():
-    """Be a process of its own, and print how much memory the reading takes on top of the store, and the file's bytes."""
-
     def peak_bytes():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

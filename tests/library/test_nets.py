@@ -20,8 +20,6 @@ WIDTH = 5
 
 
 class Function(nn.Module):
-    """A layer of one function of its input and, if it has any, its inner module."""
-
     def __init__(self, function, inner=None):
         super().__init__()
         self.function = function
@@ -107,7 +105,6 @@ CLOSERS = {"x": [], "pair": ["sum"], "dict": ["product"], "mixed": ["unmixed"]}
 
 @st.composite
 def layer_kinds(draw):
-    """Draw the kinds of a net's layers, so that each fits the one before and the last one returns a tensor."""
     shape, names = "x", []
     for _ in range(draw(st.integers(1, 6))):
         name = draw(st.sampled_from(sorted(KINDS[shape])))
@@ -140,8 +137,6 @@ OPTIMIZERS = {
 
 
 def random_partition(num_layers, cuts):
-    """Cut the layers where `cuts` says: its first flags are for the forward, its last ones for the backward."""
-
     def lengths(count, flags):
         stops = [stop for stop in range(1, count) if flags[stop]] + [count] * bool(count)
         return tuple(stop - start for start, stop in zip([0, *stops], stops, strict=False))
@@ -204,8 +199,6 @@ WORDS, LENGTH, UNITS = 13, 6, 8
 
 
 class Unpack(nn.Module):
-    """A layer that takes the sequence of an LSTM's result."""
-
     def forward(self, result):
         return result[0][:, -1]
 

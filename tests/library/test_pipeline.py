@@ -70,8 +70,6 @@ def test_the_net_stays_as_it_is_and_the_pipeline_refers_to_none_of_its_weights()
 
 
 class Head(nn.Module):
-    """A head whose weight may be an embedding's, with a buffer and one that no state dict holds."""
-
     def __init__(self, weight):
         super().__init__()
         self.weight = weight

@@ -31,8 +31,6 @@ def measured(net, loss_fn=square, inputs=INPUTS):
 
 
 class Calls(nn.Module):
-    """A layer of one function, with a weight and a buffer that the function may use."""
-
     def __init__(self, function):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
@@ -46,8 +44,6 @@ class Calls(nn.Module):
 
 
 def doing(change):
-    """A function of a layer that changes something and returns its input."""
-
     def function(layer, hidden):
         with torch.no_grad():
             change(layer, hidden)

@@ -12,8 +12,6 @@ from torchround.library.module_layer import check_net
 
 
 class Backwards(nn.Sequential):
-    """A Sequential that runs its layers in reverse."""
-
     def forward(self, hidden):
         for layer in reversed(self):
             hidden = layer(hidden)

@@ -15,7 +15,6 @@ TABLES = {"model": {"family": "llama3", "flavor": "debug"}, "data": {"sources": 
 
 
 def config_with(**tables):
-    """Make a config from `TABLES` with further keys of tables."""
     names = {**TABLES, **tables}
     return Config.model_validate({name: {**TABLES.get(name, {}), **tables.get(name, {})} for name in names})
 
@@ -30,7 +29,6 @@ class Launch:
         self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
     def join(self, configs, size=None, host_of=lambda rank: f"node{rank}", start_timeout_s=30.0):
-        """Let a machine join for each config; return what each got: `rank, size, host share`, or its message."""
         outcomes = {}
 
         def run(rank):

@@ -20,8 +20,6 @@ def small_chunks(monkeypatch):
 
 
 def between_two(send, receive):
-    """Let machine 0 `send(sender, group)` and machine 1 `receive(receiver, group)` over two connections."""
-
     def work(group):
         if group.rank == 0:
             return send(group.link(1, Purpose.TRIAL), group)
@@ -63,8 +61,6 @@ def test_messages_of_any_size_and_dtype_arrive_whole_and_in_order():
 
 
 def test_purposes_and_directions_do_not_mix():
-    """Every machine sends to and receives from the other one for each purpose at the same time."""
-
     def work(group):
         other, received, calls = 1 - group.rank, {}, []
         for purpose in Purpose:
@@ -103,8 +99,6 @@ def test_staging_holds_four_chunks_of_a_long_message():
 
 
 def fails_to_send(data):
-    """Send until the other machine ends, which is an error here too."""
-
     def send(sender, group):
         with pytest.raises(MachineError, match=r"machine 1 \(node1\)"):
             sender.send(data, "a message")

@@ -18,7 +18,6 @@ nightly = pytest.mark.nightly
 
 
 def agree_for_ever(networks=()):
-    """Gather losses until an error ends it, which is printed. Each machine may have a network of its own."""
     settings, rank = {}, int(os.environ["RANK"])
     if networks:
         enter(networks[rank])
@@ -39,7 +38,6 @@ def agree_for_ever(networks=()):
 
 
 def send_for_ever():
-    """Let machine 1 send tensors to machine 0 until an error ends it, which is printed."""
     group = group_of_environment(timeout_s=TIMEOUT_S)
     values = torch.zeros(2**22)
     try:

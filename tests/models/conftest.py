@@ -13,7 +13,6 @@ from torchround.models.kernels import operation
 
 @pytest.fixture(scope="session")
 def tools():
-    """Return the functions of `tests/support/model_tools.py`."""
     return model_tools
 
 
@@ -25,10 +24,7 @@ def fused(monkeypatch):
 
 @pytest.fixture
 def train_as_a_loop():
-    """Return what trains a model through an engine, and compares losses and state with the plain loop's bit by bit.
-
-    `cuts` are the document lengths of micro-batches, of every other step the second list of two.
-    """
+    """`cuts` are the document lengths of micro-batches, of every other step the second list of two."""
 
     def run(model, partition, *cuts, steps=2, devices=2, stale=0, **options):
         batches = []

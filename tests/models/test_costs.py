@@ -97,7 +97,6 @@ def test_activation_bytes_are_within_two_percent_of_what_is_kept(case, dtype, is
 
 
 def kept_bytes(layer, hidden, batch):
-    """Count the bytes that autograd keeps for this layer's backward, without its parameters and the micro-batch."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *batch.tensors())}
     storages = {}
 

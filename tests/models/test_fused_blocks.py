@@ -18,7 +18,6 @@ CUTS = [[[[12, 20], [32]], [[32]], [[7, 25]]], [[[3, 29], [9, 23]], [[16, 16]], 
 
 @pytest.fixture
 def offsets_kernel(monkeypatch):
-    """Let the CPU have attention by document offsets."""
     monkeypatch.setattr(attention, "has_offset_attention", lambda device, dtype, head_dim: True)
     plain_flash.install(monkeypatch)
 

@@ -94,7 +94,6 @@ def counted_flops(block, hidden, batch, names, tensors):
 
 
 def saved_addresses(block, hidden, batch, name, tensors):
-    """Return the memory that autograd holds for the backward of a replay."""
     held = set()
 
     def note(tensor):

@@ -52,8 +52,6 @@ EXPERT_NAMES = expert_names(4)
 
 
 class OffsetNorm(RMSNorm):
-    """Another kind of norm: its weight begins at 0 and scales by `1 + weight`."""
-
     def forward(self, x):
         return super().forward(x) + torch.nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps)
 

@@ -22,7 +22,6 @@ FULL = {"mfu": 0.4125, "device_peaks_gib": (10.123, 9.0), "skipped_steps": 2, "v
 
 
 def line(monkeypatch, columns, total_steps=1000, **figures):
-    """Print step 12 of a run, 24 s after its start, on a console that is so wide."""
     monkeypatch.setenv("COLUMNS", str(columns))
     stream, clock = io.StringIO(), Clock()
     report = ConsoleReport(total_steps, stream=stream, clock=clock, **AT_NOON)
@@ -99,7 +98,6 @@ def test_continuations_follow_their_line_and_cannot_command_the_terminal():
 
 
 def machine(name, **times):
-    """Make the times of a machine whose own work takes 1 s, with changes."""
     usual = MachineTimes(name, 2.0, 0.0, 1.0, 0.5, 0.1, 0.2, 40.0)
     return replace(usual, **times)
 

@@ -16,8 +16,6 @@ from torchround.observe.metrics_file import MetricsFile
 
 
 class Failing:
-    """A reporter that fails at everything."""
-
     def log(self, record):
         raise ConnectionError(f"step {record.step} was not sent")
 
@@ -105,13 +103,11 @@ print("run id:", metrics.wandb_run_id)
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch):
-    """Let processes have no settings of wandb from here."""
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
 
 
 def run_with_wandb(folder, mode, resumed_step=0, run_id="", **environment):
-    """The program's output lines as a dict, and what it wrote to standard error."""
     settings = {"HOME": str(folder), "WANDB_SILENT": "true", **environment}
     result = run_program("-c", WANDB_PROGRAM, folder, mode, resumed_step, run_id, **settings)
     pairs = dict(line.split(": ") for line in result.stdout.splitlines() if ": " in line)

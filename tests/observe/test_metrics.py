@@ -13,8 +13,6 @@ from torchround.observe.metrics_file import MetricsFile
 
 
 def steps_in(path):
-    """Steps in file order; fails on a line that is not a strict JSON object."""
-
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 

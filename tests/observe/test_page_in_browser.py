@@ -34,7 +34,6 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """Start a headless browser from the system's packages, with a fresh profile. Skips if this machine has none."""
     found, driver = next(filter(None, map(shutil.which, NAMES)), None), shutil.which("chromedriver")
     if found is None or driver is None:
         pytest.skip("no browser: apt-get install chromium chromium-driver")
@@ -57,7 +56,6 @@ def wide(browser):
 
 
 def show(browser, page):
-    """Open a page. Its script must have run to its end without an error."""
     browser.get(page.as_uri())
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
@@ -80,7 +78,6 @@ def panel(browser, key):
 
 
 def curves(where):
-    """Return the drawn curves by name: the corners of each line, in the units of the drawing."""
     found = {}
     for line in where.find_elements(By.CSS_SELECTOR, "path.curve"):
         corners = (line.get_attribute("d") or "").replace("M", "").split("L")
@@ -90,7 +87,6 @@ def curves(where):
 
 
 def marks(where, axis):
-    """Return (place, value) of the marks of an axis, lowest value first."""
     texts = where.find_elements(By.CSS_SELECTOR, f"text.{axis}")
     found = [(float(text.get_attribute(axis) or ""), _value(text.text)) for text in texts]
     return sorted(found, key=lambda mark: mark[1])
@@ -104,7 +100,6 @@ def _value(text):
 
 
 def read_off(places, of_marks):
-    """Return the values at places of an axis, from its lowest and its highest mark."""
     (first, low), (last, high) = of_marks[0], of_marks[-1]
     return [low + (place - first) / (last - first) * (high - low) for place in places]
 

@@ -20,8 +20,6 @@ from torchround.observe.run_page import MOST_POINTS, Curve, draw_losses, draw_pi
 
 
 class Elements(HTMLParser):
-    """The elements of a page, and the text in each kind, up to its end."""
-
     def __init__(self, text):
         super().__init__()
         self.found, self.texts, self._ended = [], {}, True

@@ -11,7 +11,6 @@ FIRST, SECOND = StateValue("exp_avg"), StateValue("exp_avg_sq", is_signed=False)
 
 
 def values(numel, is_signed, seed=0):
-    """Return numbers over many magnitudes; every block has its own largest one."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(numel, generator=generator)
     numbers *= torch.exp(4 * torch.randn(numel, generator=generator))

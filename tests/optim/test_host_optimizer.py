@@ -47,8 +47,6 @@ def test_a_step_uses_the_hyperparameters_that_were_taken():
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer that keeps counters of its own beside the hyperparameters, and on itself."""
-
     total = 0
 
     def step(self, closure=None):

@@ -70,7 +70,6 @@ def buffers(name, form):
 
 
 def content(made):
-    """Return all that an update may change, and the versions before it."""
     kept = [made.weight, made.residual, made.current, made.written, *made.parts.values()]
     return [tensor for tensor in kept if tensor is not None]
 

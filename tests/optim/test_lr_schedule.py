@@ -31,7 +31,6 @@ def schedule(warmup, decay, floor, total, lr=3e-4):
 
 
 def torch_rates(warmup, decay, floor, total, lr=3e-4):
-    """Return the rates of torch's schedulers after 1, 2, .., total steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     rise = LinearLR(optimizer, start_factor=1e-12, total_iters=warmup)
     span = total - warmup

@@ -53,7 +53,6 @@ def our_step(buffers, shape, lr, gradient_scale=1.0):
 
 
 def their_steps(weight, gradients, table):
-    """Return the weight after steps of `torch.optim.Muon`, which takes each expert as a matrix of its own."""
     stack = weight.clone().reshape(-1, *weight.shape[-2:])
     matrices = [torch.nn.Parameter(matrix.clone()) for matrix in stack]
     muon = torch.optim.Muon(
@@ -76,10 +75,7 @@ def their_steps(weight, gradients, table):
     [(SHAPES["tall"], {}), (SHAPES["wide"], {}), (SHAPES["square"], {"weight_decay": 0.0}), (SHAPES["experts"], {})],
 )
 def test_what_four_steps_move_equals_the_muon_of_torch_if_no_momentum_is_rounded(shape, keys):
-    """Whole gradients and a momentum of a half leave nothing to round, so that both orthogonalise the same numbers.
-
-    A rate of 1 makes a step as large as a weight: an error of the step cannot hide in the weight's size.
-    """
+    """Whole gradients and a momentum of a half are never rounded; at a rate of 1 no error hides in the weight's size."""
     generator = torch.Generator().manual_seed(9)
     start = torch.randn(shape, generator=generator)
     gradients = [torch.randint(-8, 9, shape, generator=generator).float() for _ in range(4)]
@@ -115,7 +111,6 @@ def test_a_look_ahead_of_several_chunks_is_that_of_each_part():
 
 @pytest.fixture
 def narrow_bands(monkeypatch):
-    """Cut matrices of some hundred rows into five bands."""
     for name, rows in (("LEAST_BAND_ROWS", 32), ("BAND_EDGE_ROWS", 8)):
         monkeypatch.setattr(update_costs, name, rows)
 

@@ -11,7 +11,6 @@ from torchround.optim.kernel import RangeThreads
 
 
 def work_seen(threads, length, ends=True):
-    """Let the threads take pieces of 10, and return by which threads each was taken."""
     seen, taking = defaultdict(list), threading.Lock()
 
     def work(following):

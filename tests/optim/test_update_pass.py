@@ -22,8 +22,6 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A way to keep a segment: the format, and whether weights are split, two versions, predicted."""
-
     format: StateFormat
     is_split: bool
     versions: int = 1
@@ -41,7 +39,6 @@ WAYS = [SPLIT, Kept(COMPACT, is_split=True, versions=2), Kept(COMPACT, is_split=
 
 
 def buffers_of(way, numel, seed=0, gradient_dtype=torch.bfloat16):
-    """Return a segment in the middle of training: random weights and moments, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     weight, first, second, gradient = (torch.randn(numel, generator=generator) for _ in range(4))
     moments = (first * 0.1, second.square() * 0.01)
@@ -66,7 +63,6 @@ def tensors(buffers):
 
 
 def mapped(buffers, function):
-    """Return the buffers with `function` of all tensors; `written` stays `current` if it was."""
     found = {id(t): function(t) for t in tensors(buffers).values()}
     changed = {f.name: found[id(t)] for f in fields(buffers) if id(t := getattr(buffers, f.name)) in found}
     return replace(buffers, **changed, parts={name: found[id(t)] for name, t in buffers.parts.items()})
@@ -78,7 +74,6 @@ def same(left, right):
 
 
 def numpy_adamw(numel, steps, gradient_of):
-    """Train fp32 weights in NumPy's arithmetic, from the weights of `buffers_of`, with zero moments."""
     f32, (beta1, beta2) = np.float32, RULE.betas
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(0)).numpy()
     first, second = np.zeros(numel, f32), np.zeros(numel, f32)

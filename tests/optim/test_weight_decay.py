@@ -33,7 +33,6 @@ def test_projections_decay_and_no_bias_norm_or_sink_does(name, flavor):
 
 
 def decaying(bundle):
-    """Return the names of the parameters whose rule lets them decay."""
     return {
         parameter.name
         for segment in bundle.segments

@@ -18,7 +18,6 @@ SIZES = {"devices": st.integers(1, 5), "update": st.sampled_from(["sync", "async
 
 @st.composite
 def exchanges(draw):
-    """Draw a partition, sums over its layers, the micro-batches of each round, and a bundle for each layer."""
     drawn = draw(costs(max_layers=9))
     rounds = draw(st.integers(1, 3))
     sizes = [len(part) for part in split_evenly(draw(st.integers(rounds, 12)), rounds)]

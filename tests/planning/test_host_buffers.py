@@ -14,7 +14,6 @@ UNIT_COSTS = {n: Costs((LayerCost("layer", 1.0, 2.0, boundary_bytes=1),) * n) fo
 
 
 def alive_after(alive, number, task, m, kept_cuts, kept_layers, last_layer):
-    """Return what is alive, with its readers, after the task of pass `number` has run micro-batch `m`."""
     stage = task.stage
     own = set(range(stage.start, stage.stop))
     readers = Counter(dict(alive))

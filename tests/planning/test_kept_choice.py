@@ -24,7 +24,6 @@ PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost
 
 
 def blocks(number, **fields):
-    """Build equal blocks of 1 s and 2 s that can keep nine tenths of their forward, and a head of half a block."""
     block = LayerCost("block", 1.0, 2.0, 100, 200, 300, 10, keepable=PARTS)
     layers = [replace(block, name=f"block.{index}", **fields) for index in range(number)]
     return Costs((*layers, LayerCost("head", 0.5, 1.0, 50, 100, 50)), hop_s=0.01)

@@ -39,7 +39,6 @@ def test_a_device_holds_the_slots_of_two_consecutive_stages_and_the_peak_of_one(
 
 
 def jobs_of_devices(partition, num_devices, passes):
-    """List the stage jobs of each device in these passes, each an evaluation or a step of so many rounds."""
     tasks = []
     for evaluates, rounds in passes:
         make = evaluation_tasks if evaluates else partial(step_tasks, rounds=rounds)

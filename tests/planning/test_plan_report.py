@@ -34,7 +34,6 @@ MIB = 1 << 20
 
 
 def costs_for(tokens, sequences, accumulate_bytes):
-    """Make six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
     units = tokens * sequences / 1024
     block = {
         "forward_s": 1e-3 * units,
@@ -116,7 +115,6 @@ SHORT = [
 
 
 def with_settings(question, text):
-    """Change a question as a proposal says."""
     fields = {"engine.plan left out": {"given": None}, 'engine.update = "sync"': {"update": "sync"}}
     fields['engine.accumulate_dtype = "bfloat16"'] = {"accumulate_bytes": 2}
     fields |= {setting: {"updates": updates} for setting, updates in question.updates.smaller}
@@ -143,7 +141,6 @@ def test_the_proposed_changes_fit_and_are_the_smallest_that_do(short, proposed):
 
 @pytest.mark.parametrize("limits", [{"device_bytes": 60 * MIB}, {"host_bytes": 430 * MIB}, {"host_bytes": 449 * MIB}])
 def test_what_a_run_needs_is_one_number_and_with_it_the_run_fits(limits):
-    """The report, its error and the plan that fits say the same."""
     question = replace(QUESTION, rounds="auto", micro_batch_size=8, **limits)
     answer = report_plan(question)
     assert answer.plan is None and answer.device is not None
@@ -184,7 +181,6 @@ PARTS = (KeptCost("attention", MIB, 0.1), KeptCost("down", 2 * MIB, 0.4))
 
 
 def keeping_costs(tokens, sequences, accumulate_bytes):
-    """Build four blocks of 1 s and 2 s for each sequence, and a head."""
     block = LayerCost("block", 1.0, 2.0, MIB, 2 * MIB, MIB, 4096, keepable=PARTS)
     blocks = [replace(block, name=f"block.{index}") for index in range(4)]
     return Costs((*blocks, LayerCost("head", 1.0, 2.0, MIB, 2 * MIB, MIB)))

@@ -20,7 +20,6 @@ RECOMPUTE = st.sampled_from(["stage", "layer"])
 
 @st.composite
 def runs(draw, update, most_devices=5, most_micro_batches=4, **settings):
-    """Draw a partition, costs, devices, micro-batches, rounds, the mode, and stale layers and shared weights of `bounded`."""
     drawn = draw(costs(jobs=update != "bounded", **settings))
     partition = draw(partitions(drawn.num_layers))
     devices, micro_batches = draw(st.integers(1, most_devices)), draw(st.integers(1, most_micro_batches))
@@ -63,8 +62,7 @@ def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(update, dat
 
 @pytest.mark.parametrize(("optimizer_s", "sync_s", "async_s"), [(2.0, 5.0, 2.5), (10.0, 13.0, 10.0)])
 def test_an_async_step_waits_for_the_update_of_the_step_before_the_last(optimizer_s, sync_s, async_s):
-    """Two steps are in flight, each takes 3 s and its update 2 s: one ends every 2.5 s. One thread updates, so no step is
-    shorter than an update."""
+    """Two steps of 3 s are in flight: one ends every 2.5 s. One thread updates, so none is shorter than an update."""
     run = Partition((), 1, ()), Costs((LayerCost("only", 1.0, 2.0, optimizer_s=optimizer_s),)), 8, 1, 1
     assert exact_step_s(*run, "async") == pytest.approx(async_s)
     assert exact_step_s(*run, "sync") == pytest.approx(sync_s)
@@ -124,7 +122,6 @@ def test_a_stage_costs_its_layers_and_recomputes_where_it_must(costs, partition,
 
 
 def blocks(kept_bytes, boundary_bytes=0, weight_bytes=0):
-    """Build three blocks of 1 s and 2 s and a head; each block can keep a part that is half of its forward."""
     parts = (KeptCost("down", kept_bytes, 0.5),)
     block = LayerCost("block", 1.0, 2.0, weight_bytes=weight_bytes, boundary_bytes=boundary_bytes, keepable=parts)
     return Costs((block, block, block, LayerCost("head", 1.0, 2.0))).keeping([("down",)] * 3 + [()])

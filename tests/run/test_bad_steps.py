@@ -28,8 +28,6 @@ def short_window(monkeypatch):
 
 
 class Steeper(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by `factor`."""
-
     @staticmethod
     def forward(ctx, loss, factor):
         ctx.factor = factor
@@ -41,7 +39,6 @@ class Steeper(torch.autograd.Function):
 
 
 def change_loss(monkeypatch, change, first_step=1):
-    """`change(loss, step)` of every micro-batch; the first step from now on is `first_step`."""
     calls = itertools.count(first_step * MICRO_BATCHES)
     around_forward(monkeypatch, -1, lambda forward: change(forward(), next(calls) // MICRO_BATCHES))
 

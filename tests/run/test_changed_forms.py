@@ -36,7 +36,6 @@ FORMS = {
 
 
 def begin_from(runs, before, name, *options, stopping=None):
-    """Begin run `name` from the last checkpoint of a run in form `before`. Returns its exit code."""
     if not runs.saved(before):
         assert runs(before, "--training.steps=2", *FORMS[before]) == 0
     if stopping is not None:

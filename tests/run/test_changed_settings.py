@@ -12,7 +12,6 @@ __all__ = ["small_runs"]
 
 
 def without(small_runs, *path, step):
-    """Remove an entry from what a checkpoint of the run holds beside tensors."""
     state = small_runs.saved_state("run", step)
     *tables, name = path
     table = state

@@ -25,7 +25,6 @@ BYTES_VOCABULARY = 259
 
 
 def saved_again_by_three(path):
-    """Put in the place of a checkpoint what three machines would have saved, each the tensors of some layers."""
     tensors = tensors_in(path)
     state, step = (
         json.loads((path / "state.json").read_text()),

@@ -28,8 +28,6 @@ from torchround.run.numbers import RunNumbers, run_question
 
 
 class RandomSetting:
-    """A tiny model, a batch and an engine, all drawn from one seed."""
-
     def __init__(self, seed, is_bounded=False):
         draw = random.Random(seed)
         self.family = draw.choice(["llama3", "qwen3", "gpt_oss"])
@@ -82,7 +80,7 @@ class RandomSetting:
         return run_question(self.model(), self.numbers, hardware, validates=self.validates)
 
     def least_plan(self):
-        """Return the plan that needs least host memory: with a byte less there is none."""
+        """With a byte of host memory less there is no plan."""
         plan = plan_for(self.question())
         while True:
             needed = host_memory(self.question(), plan).total_bytes
@@ -101,7 +99,6 @@ class RandomSetting:
         return MicroBatch(tokens, tokens.roll(-1, 1), positions, torch.zeros_like(tokens))
 
     def measured_bytes(self, plan, group=None):
-        """Run three steps, with validations between if there are any; return all that was allocated on this machine."""
         rank, size = (group.rank, group.size) if group else (0, 1)
         model, hardware = self.model(), Hardware("cpu", self.devices, self.device_bytes)
         store = build_store(model, self.numbers, hardware, ownership=Ownership(rank, size) if group else None)
@@ -132,7 +129,6 @@ class RandomSetting:
 
 
 def seeds(seeds, num_by_default):
-    """Return seeds; those after the first so many are of the night."""
     return [pytest.param(s, marks=[] if n < num_by_default else pytest.mark.nightly) for n, s in enumerate(seeds)]
 
 
@@ -171,8 +167,6 @@ def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(
 
 
 class MachineSetting(RandomSetting):
-    """A random setting on several machines."""
-
     def __init__(self, seed):
         super().__init__(seed)
         draw = random.Random(seed)

@@ -15,7 +15,6 @@ from torchround.run.several_machines import RunMachines
 
 
 def loader_of(folder, letter="a", bad=None, **keys):
-    """Make a loader of 60 records of about a sequence each. Record `bad` lacks its text."""
     folder.mkdir(exist_ok=True)
     path = folder / "records.jsonl"
     if not path.exists():

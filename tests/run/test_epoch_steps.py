@@ -20,12 +20,10 @@ FLOOR = 1e-3  # learning rate at the end of the schedule: a tenth of optimizer.l
 
 @pytest.fixture(autouse=True)
 def few_documents(small_runs):
-    """Four lines of text, which make a handful of steps."""
     write_text(small_runs.folder / "text.jsonl", lines=4)
 
 
 def expected_steps(folder, epochs, batch=7, seq_len=16):
-    """Count by hand: a document is its bytes between BOS and EOS, and sequences are cut from one stream."""
     texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]
     tokens = epochs * sum(len(text.encode()) + 2 for text in texts)
     sequences = -(-tokens // seq_len)

@@ -42,8 +42,6 @@ class Cards(AcceleratorKind):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Return a function that finds the hardware of a machine with these cards, as each process that shares it."""
-
     def found(cards, num_processes=1, **keys):
         seen = {
             "present_kind": cards,

@@ -27,7 +27,6 @@ SIZES = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4,
 
 
 def train(optimizer, state, update, measure):
-    """Train a step. Return what `measure` returned before the store was made and after the step, the store and the plan."""
     table = optimizer_tables()[optimizer].model_validate({"state": state})
     training = TrainingTable(seq_len=TOKENS, global_batch_size=1, micro_batch_size=1)
     numbers = RunNumbers(training, EngineTable(update=update), optimizer=table)
@@ -48,7 +47,6 @@ def train(optimizer, state, update, measure):
 
 
 def storages():
-    """Return the bytes of every tensor's memory in this process by address."""
     gc.collect()
     tensors = (found for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter))
     # Other tests may have left sparse ones, which have no storage.

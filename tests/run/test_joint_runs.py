@@ -32,7 +32,6 @@ adapted_model = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
 
 
 def trained_store(model, dtype, policy, rank=0, size=1, optimizer=None):
-    """Return a machine's part of a store as some steps could have left it: every value is drawn by its name."""
     store = toy_store(model, dtype, policy=policy, ownership=Ownership(rank, size), optimizer=optimizer)
     store.step = STEP
     views = {**store.named_views(), **{f"weights/{name}": view for name, view in store.weights().items()}}
@@ -148,8 +147,6 @@ def checkpoints_of(folder, group, **table):
 
 
 class FullAtFirst(Checkpointer):
-    """Checkpoints on a disk that is full for the first `full_tries` saves."""
-
     full_tries = 0
 
     def clear_leftovers(self):

@@ -18,7 +18,6 @@ PROMPTS = ("--validation.prompts=['ab cd', 'a much longer prompt than the first'
 
 
 def samples(runs, name):
-    """Return what each line of the metrics holds."""
     return {int(line["step"]): line["samples"] for line in runs.steps(name) if "samples" in line}
 
 

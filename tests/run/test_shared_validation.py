@@ -15,7 +15,6 @@ TABLE = ValidationTable(interval_steps=1)
 
 
 def batch(sequences, seed):
-    """Make a batch of sequences of 8 tokens, some of them without a label."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(VOCABULARY, (2, sequences, 8), generator=generator)
     labels[torch.rand(sequences, 8, generator=generator) < 0.4] = IGNORED_LABEL
@@ -28,8 +27,6 @@ BATCHES = [batch(11, 0), batch(11, 1), batch(11, 2), batch(3, 3)]
 
 
 def loss_on(num_machines, batches_of, size=2, names=()):
-    """Validate on each machine with its batches. Returns the losses, or the words of errors in the data."""
-
     def work(machine, gather):
         called = names or [f"machine {rank}" for rank in range(num_machines)]
         agree = lambda channel, value, what: gather(value)
@@ -58,7 +55,6 @@ def test_batches_without_labels_have_no_loss_on_any_machine():
 
 
 def failing_batches(machine):
-    """Yield two batches; on machine 1 an error comes in between."""
     yield BATCHES[0]
     if machine == 1:
         raise DataError("x.jsonl: cannot be read")

@@ -14,7 +14,6 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
 def question_for(config, *keys):
-    """Ask for the plan of a config on the machine that it names, which is the one of its first line."""
     options = parse_command_line(["--config", str(config), *keys])
     table = options.config.machines
     name = (table.card or "").upper().replace("RTX", "RTX ")

@@ -73,7 +73,6 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused(small_runs, monkeypat
 
 
 def full_for(tries):
-    """Return a save that finds a full disk so many times."""
     left = [tries]
 
     def save():

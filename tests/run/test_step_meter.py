@@ -18,8 +18,6 @@ from torchround.run.step_meter import StepMeter, flops_per_token, mfu
 
 
 class FinishedStep:
-    """The part of a step's result that the meter uses."""
-
     pool = SimpleNamespace(num_allocations=3, allocated_bytes=2**30)
 
     def __init__(self, busy_s=0.0, skipped=False, loss=2.5, num_labels=10):

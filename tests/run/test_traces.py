@@ -15,7 +15,6 @@ STAGES |= {("recompute", 3), ("recompute", 0)}
 
 
 def first_layer(span):
-    """Return the first layer of a label such as `fused 4` or `backward 0-2`."""
     return int(span["name"].split()[1].split("-")[0])
 
 

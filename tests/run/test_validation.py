@@ -25,7 +25,6 @@ LOSSES = {1: 5.0, 2: 4.0, 3: 2.0, 4: 3.0, 5: math.nan, 6: 2.0, 7: 2.5, 8: 3.0, 9
 
 @pytest.fixture
 def losses(monkeypatch):
-    """Give each step's validation a loss; the dictionary may be changed."""
     given = defaultdict(lambda: 1.0, LOSSES)
     monkeypatch.setattr(RunValidation, "loss", lambda self, engine: given[engine.store.step])
     return given

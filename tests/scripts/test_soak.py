@@ -25,7 +25,6 @@ def remove_the_metrics(run):
 
 
 def cut_the_metrics(run):
-    """Remove half of the last line."""
     path = run / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-100])
 

@@ -20,12 +20,10 @@ QWEN_1_7B, LLAMA_8B, GPT_OSS, QWEN_32B, QWEN_235B = PARTITIONS
 
 
 def simulate_step(partition, costs, num_devices, num_micro_batches, rounds):
-    """Simulate one training step of the dispatch schedule from idle devices, without its update."""
     return simulate(dispatch_tasks(partition, costs, num_devices, num_micro_batches, rounds), num_devices)
 
 
 def uniform_stages(num_stages):
-    """Build `num_stages` stages of exactly one second each: forward layers of 1 s, a head of 1 s, backward of 1 s."""
     num_backward = num_stages // 2
     num_forward = num_stages - 1 - num_backward
     num_blocks = num_forward * num_backward
@@ -38,8 +36,6 @@ def uniform_stages(num_stages):
 
 
 def steady_step_s(partition, costs, num_devices, micro_batches, rounds, update):
-    """Measure the seconds per step in the events of many consecutive steps."""
-
     def tasks(steps):
         return dispatch_tasks(partition, costs, num_devices, micro_batches, rounds, update=update, steps=steps)
 

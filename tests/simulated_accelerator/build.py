@@ -43,7 +43,6 @@ def build():
 
 
 def cache_folder():
-    """Return the folder for caches: `TORCHROUND_CACHE`, or the user's own."""
     if chosen := os.environ.get("TORCHROUND_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchround"
@@ -69,7 +68,6 @@ def _flags():
 
 
 def _compile(compiler, folder, built):
-    """Compile all sources at once, each in a process of its own, and link them."""
     sources = sorted(SOURCES.glob("*.cpp"))
     objects = [folder / f"{source.stem}.o" for source in sources]
     runs = [

@@ -18,10 +18,7 @@ OUR_THREADS = ("torchround", "finish ")
 
 
 class HostWait:
-    """One wait of one thread. Its end is reported exactly once, by the waker or by the waiter.
-
-    `number` is None for a thread that is not registered; then nothing is reported.
-    """
+    """Its end is reported exactly once, by the waker or by the waiter. Without a `number` nothing is reported."""
 
     def __init__(self, controls, number):
         self._controls = controls
@@ -31,7 +28,6 @@ class HostWait:
             controls.host_blocks(number)
 
     def end(self):
-        """Report that the thread runs again, unless that is reported already."""
         with self._lock:
             number, self._number = self._number, None
         if number is not None:
@@ -47,7 +43,6 @@ class HostThreads:
         self._lock = threading.Lock()
 
     def install(self, monkeypatch):
-        """Replace Python's waits until `monkeypatch` undoes it, and register the calling thread."""
         replaced = (
             (threading.Condition, "wait", self._reporting_wait),
             (threading.Condition, "notify", self._reporting_notify),
@@ -60,7 +55,6 @@ class HostThreads:
         self._enter()
 
     def uninstall(self):
-        """Unregister the calling thread."""
         self._leave()
 
     def _enter(self):

@@ -49,7 +49,6 @@ class Simulator:
         self._module.set_role(stream.device_index, stream.stream_id, role or "")
 
     def name_stream(self, stream, name):
-        """Choose the stream's name in the journal."""
         self._module.name_stream(stream.device_index, stream.stream_id, name)
 
     def synchronous_operations(self):
@@ -61,13 +60,10 @@ class Simulator:
         return self._module.memory_statistics(device)
 
     def reset(self):
-        """Wait for all devices, and forget faults, roles, limits, counts, the journal and registered threads."""
         self._module.reset()
 
 
 class SimulatedKind(accelerators.AcceleratorKind):
-    """The simulated devices, which have all kernels that models may choose except Triton's."""
-
     locks_pages = True
     events_cross_devices = True
     shares_kv_heads_under_mask = False
@@ -118,7 +114,6 @@ def load():
 
 
 def _device_module(controls):
-    """Make `torch.simulated`, with what PyTorch itself asks of it."""
     module = types.ModuleType(f"torch.{KIND}")
 
     def index(device):

@@ -55,8 +55,6 @@ def _samples(name, loss_factor, tensors):
 
 
 class AnyLayer(nn.Module):
-    """A matrix, and a function of the matrix, the value before and the batch."""
-
     def __init__(self, compute):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
@@ -113,7 +111,6 @@ def third(layer, hidden, batch):
 
 
 def passing(layer, hidden, batch):
-    """Hand the whole input on, unchanged."""
     return hidden
 
 
@@ -129,7 +126,6 @@ def outputs(layer, hidden, batch):
 
 
 def assert_same_value(found, wanted):
-    """Assert that two values between layers have the same structure, and the same tensors wherever they are."""
     (ours, of_ours), (theirs, of_theirs) = flatten(found), flatten(wanted)
     assert of_ours == of_theirs
     assert len(ours) == len(theirs)

@@ -23,7 +23,6 @@ TEMPLATE = """\
 
 @contextmanager
 def reading_limits(**limits):
-    """Set limits of readers and packers by name, such as `PIECE_SIZE`, in each module that has them."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
             for module in (best_fit, sources, files, streams):
@@ -33,14 +32,12 @@ def reading_limits(**limits):
 
 
 def write_lines(path, records):
-    """Write records as JSON Lines; a record that is a string is written as it is."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     path.write_text("\n".join(lines), errors="surrogateescape")
     return path
 
 
 def loader_of(source, tokenizer, seq_len=64, batch=2, seed=0, content="text", **keys):
-    """Build a loader over one source, a path or a table, or several tables."""
     if isinstance(source, str | Path):
         source = SourceTable(path=str(source), content=content)
     sources = source if isinstance(source, tuple) else (source,)
@@ -56,7 +53,6 @@ def pieces_of(source, document):
 
 
 def texts_of(source, key=None, wrong=None):
-    """Return the text of each document of a pass. Messages of bad ones are added to `wrong`, if it is given."""
     texts, cursor = [], source.first_cursor()
     while (found := source.locate(cursor, key)) is not None:
         document, cursor = found
@@ -74,7 +70,6 @@ def content(batches):
 
 
 def documents(batches, tokenizer):
-    """Return the text and the learnt text of every document, without padding."""
     found = []
     for batch in batches:
         for tokens, labels, _, ids in zip(*batch.tensors(), strict=True):

@@ -35,7 +35,6 @@ TOYS = {
 
 
 def toy_config(kind, **settings):
-    """Return the config of `transformers` for a toy."""
     from transformers import AutoConfig
 
     model_type, own = TOYS[kind]
@@ -43,12 +42,10 @@ def toy_config(kind, **settings):
 
 
 def toy_model(kind, **settings):
-    """Return a random model of `transformers` with weights that are large enough to matter."""
     return toy_decoder(toy_config(kind, **settings), seed=1)
 
 
 def meta_model(kind, **settings):
-    """Return the same model on `meta`."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -56,7 +53,6 @@ def meta_model(kind, **settings):
 
 
 def write_toy(kind, folder, dtype=torch.float32, **settings):
-    """Write a toy's folder as `transformers` does, and return the model."""
     model = toy_model(kind, **settings).to(dtype)
     model.save_pretrained(folder)
     return model

@@ -75,8 +75,6 @@ def compile_all(card):
 
 
 def launch_all(grouped, sinks, losses, dtype):
-    """Launch each kernel in each of its forms on `meta`, with sizes of models that users train."""
-
     def make(*shape, kind=dtype):
         return torch.empty(shape, dtype=kind, device="meta")
 

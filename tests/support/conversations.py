@@ -31,13 +31,11 @@ def call(name, **arguments):
 
 
 def small_tokenizer(folder, family):
-    """Return a family's tokenizer with the smallest vocabulary, which is quick to train."""
     write(folder, family, train(family, 300, ("abc",)))
     return build_tokenizer(TokenizerTable(path=str(folder)))
 
 
 def released(name):
-    """Return a template that writes what a released one does."""
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
@@ -57,5 +55,4 @@ def plain_text(template, messages, tools=()):
 
 
 def learnt(template, messages, tools=()):
-    """Return the stretches of text that are learnt."""
     return [part.partition("⟧")[0] for part in written(template, messages, tools).split("⟦")[1:]]

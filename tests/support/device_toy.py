@@ -7,8 +7,6 @@ from torchround.engine.device import AcceleratorDevice
 
 
 def workers_of(kind, num_devices=1, make=AcceleratorDevice):
-    """Return the `wrap` of a toy engine whose workers share the first `num_devices` devices of a kind."""
-
     def worker(virtual):
         index = int(virtual.name.partition(":")[2])
         return make(torch.device(kind, index % num_devices), index)
@@ -17,6 +15,5 @@ def workers_of(kind, num_devices=1, make=AcceleratorDevice):
 
 
 def device_engine(kind, model, store, partition, num_workers, num_devices=1, make=AcceleratorDevice, **options):
-    """Make a toy engine whose workers share the first `num_devices` devices of a kind."""
     wrap = workers_of(kind, num_devices, make)
     return toy_engine(partition, num_workers, model=model, store=store, wrap=wrap, **options)

@@ -35,19 +35,16 @@ class Disk:
         self._armed = False
 
     def fill(self):
-        """Fill the disk to the last byte."""
         if self._mounts:
             self._fill_to(0)
         else:
             self._limit()
 
     def fill_during_the_next_save(self):
-        """Fill the disk between the moment a save checks for room and the moment it writes."""
         self._armed = True
         sys.addaudithook(self._when_opened)
 
     def make_read_only(self):
-        """Make the checkpoints' folder and its content read-only."""
         if self._mounts:
             _mount(self.checkpoints, self.checkpoints, None, _MS_BIND, None)
             _mount(None, self.checkpoints, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY, None)

@@ -172,14 +172,12 @@ class Outcome:
     state: dict = field(default_factory=dict, repr=False)
 
     def load(self, store):
-        """Fill a store as from a checkpoint."""
         views = store.loadable_views()
         for name, value in self.state.items():
             views[name].copy_(value)
         store.resume(len(self.norms), **json.loads(json.dumps(self.resume)))
 
     def after(self, begun):
-        """Return the outcome of both parts of a run."""
         lists = (*FIGURES, "updates")
         return replace(self, **{name: getattr(begun, name) + getattr(self, name) for name in lists})
 
@@ -188,7 +186,6 @@ FIGURES = ("losses", "norms", "scales", "skipped", "evaluated")
 
 
 def assert_same(found, expected):
-    """Compare bits, where a value that is not finite is equal to itself."""
     for name in FIGURES:
         assert str(getattr(found, name)) == str(getattr(expected, name)), name
     if expected.updates:
@@ -210,7 +207,6 @@ def same_bits(one, other):
 
 
 def together(outcomes):
-    """Return what all machines gave, which must agree in all but the part of the state that each has."""
     first, *others = outcomes
     state = dict(first.state)
     for other in others:
@@ -371,7 +367,6 @@ class Row:
         return outcome
 
     def elsewhere(self):
-        """Return the row on other devices and in other stages."""
         cuts = AXES["cut"]
         return replace(
             self, devices={1: 3, 2: 1, 3: 2, 8: 2}[self.devices], cut=cuts[1 + (cuts.index(self.cut) + 1) % 3]
@@ -383,7 +378,6 @@ class Row:
         return together(run_machines(self.machines, lambda group: self.run(group, **options)))
 
     def alone(self):
-        """Return the row on one machine, with as many rounds in all."""
         return replace(self, machines=1, rounds=self.rounds * self.machines)
 
     def reference(self, device="cpu", **options):
@@ -412,7 +406,6 @@ class Row:
 
 
 def read_row(values):
-    """Return the row of a line's words."""
     given = {
         name: choices[0] if value == "." else value for (name, choices), value in zip(AXES.items(), values, strict=True)
     }
@@ -422,7 +415,6 @@ def read_row(values):
 
 
 def validate_true_weights(engine):
-    """Begin an evaluation as the device weights are, and one of the true weights."""
     engine.drain()
     found = [engine.evaluate(HELD_OUT)]
     with engine.true_device_weights():

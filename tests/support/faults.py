@@ -46,7 +46,6 @@ class Bomb(Observer):
         return self  # all copies of a layer share it
 
     def __call__(self, place, device=None):
-        """Note a chance at a place."""
         if place == self.place:
             with self._lock:
                 self.chances += 1
@@ -98,12 +97,10 @@ class ArmedDevice(CpuDevice):
 
 
 def armed(bomb):
-    """Return the options of `toy_engine` that give a bomb its chances."""
     return {"observer": bomb, "wrap": lambda device: ArmedDevice(int(device.name[4:]), bomb)}
 
 
 def before(patch, owner, name, bomb, when=lambda *_, **options: True):
-    """Give a bomb a chance at each call of `owner.name`; `when` chooses the calls by their arguments."""
     function = getattr(owner, name)
 
     def fused(*arguments, **options):
@@ -154,7 +151,6 @@ def planted(monkeypatch):
 
 @pytest.fixture
 def over():
-    """Yield an event that is set at the end of a test, so that the threads it blocked continue and end."""
     event = threading.Event()
     yield event
     event.set()
@@ -165,7 +161,6 @@ def over():
 
 @pytest.fixture
 def brief_joins(monkeypatch):
-    """Let an engine that ends wait only briefly for a thread that is stuck."""
     monkeypatch.setattr(controller, "JOIN_S", 0.1)
 
 
@@ -192,7 +187,6 @@ def lose(patch, planted, chosen):
 
 
 def kind_of(token):
-    """Name the kind of a flag, or the words of another token."""
     if isinstance(token, Access):
         return f"{token.buffer.kind}, {'written' if token.writes else 'read'}"
     if isinstance(token, Task):
@@ -205,7 +199,6 @@ def this_thread():
 
 
 def engine_threads():
-    """Name the threads of engines that still run."""
     return [t.name for t in threading.enumerate() if t.name.startswith(("torchround", "finish"))]
 
 
@@ -217,7 +210,6 @@ def wait_until(condition):
 
 
 def copied(store):
-    """Copy what a checkpoint of a store holds."""
     return {name: view.clone() for name, view in store.named_views().items()}
 
 

@@ -26,7 +26,6 @@ def frozen_model():
 
 
 def write_base(path):
-    """Write the frozen weights to a file, and return its path."""
     store = toy_store(frozen_model())
     trained = {parameter.name for bundle in store.trained for parameter in bundle.parameters}
     save_file({name: view.clone() for name, view in store.weights().items() if name not in trained}, path)
@@ -34,7 +33,6 @@ def write_base(path):
 
 
 def mapped_store(model, base, **options):
-    """Make a store of the weights of `toy_store`, with the frozen ones in the file `base`, or in memory without one."""
     mapped = {}
     if base is not None:
         whole = map_file(base)

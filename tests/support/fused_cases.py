@@ -24,7 +24,6 @@ FACTOR = 0.37
 
 
 def largest(*tensors):
-    """Return the product of the largest magnitudes."""
     return torch.stack([tensor.detach().double().abs().max() for tensor in tensors]).prod().item()
 
 

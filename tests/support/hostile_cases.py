@@ -44,8 +44,6 @@ _RUNS = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subproc
 
 
 class Bomb:
-    """A pickle that runs a program when it is loaded."""
-
     def __reduce__(self):
         return os.system, ("touch pwned",)
 
@@ -64,10 +62,7 @@ class Case:
 
 
 def judge(cases, processes, folder, prepare=SmallRuns, writable="outputs"):
-    """Ask all cases in one child. Returns their folders.
-
-    `writable` is the folder that the command may write, and tells which command it is: training, or an export.
-    """
+    """Ask all cases in one child. `writable` is the folder that the command may write: it tells which command it is."""
     folders = {name: folder / f"case-{number}" for number, name in enumerate(cases)}
     before = {}
     for name, case in cases.items():
@@ -92,7 +87,6 @@ def judge(cases, processes, folder, prepare=SmallRuns, writable="outputs"):
 
 
 def judge_words(case, code, text):
-    """Return what is wrong with an exit code and a message."""
     unwanted = rf"Traceback|{TOUCHED}|KeyError|(?<!template.jinja: )(?<!chat template: )TypeError"
     if re.search(unwanted, text) or code != case.code or not re.search(case.says, text):
         return f"exit code {code} instead of {case.code}, wanted {case.says!r}\n{text}"
@@ -102,7 +96,6 @@ def judge_words(case, code, text):
 
 
 def contents(folder, writable):
-    """Return every file and link below a folder, except in the folder that the command may write."""
     found = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -143,7 +136,6 @@ def ask_all(requests, writable):
 
 
 def be_limited():
-    """Limit this process, from now on, to the memory and time that harmless input needs."""
     [mapped_kib] = re.findall(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
     for limit, value in (
         (resource.RLIMIT_AS, int(mapped_kib) * 1024 + MEMORY_BYTES),
@@ -200,13 +192,10 @@ def forge_header(content, change, length=None):
 
 
 def first(**changes):
-    """Change the first tensor's entry of a header."""
     return lambda entries: next(entry for name, entry in entries.items() if name != "__metadata__").update(changes)
 
 
 def renamed_to(name):
-    """Give the first tensor of a header another name."""
-
     def rename(entries):
         old = next(name for name in entries if name != "__metadata__")
         return json.dumps({name if key == old else key: entry for key, entry in entries.items()}).encode()
@@ -226,7 +215,6 @@ def forge_manifest(path, change):
 
 
 def forge_file(path, content):
-    """Replace a file of a checkpoint, and make the manifest beside it fit."""
     path.write_bytes(content)
     record = {"size_bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     forge_manifest(path.parent, lambda manifest: manifest["files"].update({path.name: record}))

@@ -35,12 +35,10 @@ print(json.dumps(found))
 
 
 def case_names(module):
-    """List the cases of a module."""
     return [name for name in vars(module) if name.startswith("case_")]
 
 
 def outcomes(module):
-    """Run all cases of a module. Return each one's error, which is empty if it passed."""
     arguments = [module.__name__, json.dumps(case_names(module))]
     done = run_program("-c", PROGRAM, *arguments, TRITON_INTERPRET="1")
     return json.loads(done.stdout.splitlines()[-1])
@@ -61,7 +59,6 @@ def widen_products():
 
 
 def random(*shape, dtype=torch.float32, seed=0):
-    """Draw normal numbers and round them to `dtype`."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(dtype)
 

@@ -52,5 +52,4 @@ def together(num_machines, work, before_exchange=lambda rank: None):
 
 
 def run_agreeing(num_machines, function):
-    """Return what `function(machine, gather)` returns on each machine; `gather(value)` exchanges values."""
     return together(num_machines, lambda team: function(team.rank, lambda value: team.gather(value, "a value")))

@@ -34,7 +34,6 @@ RANK = 8
 
 
 def model_with_adapters(name, flavor, targets):
-    """Build two blocks on `meta`, with adapters and dropout on the targets."""
     return decoder(name, flavor, targets, (RANK, 12.0, 0.1), vocab_size=50, num_layers=2)
 
 
@@ -53,7 +52,6 @@ def as_the_engine_binds(layer, dtype, device="cpu"):
 
 
 def an_input(layer, batch, dtype):
-    """Return random hidden states for a block, on the micro-batch's device."""
     torch.manual_seed(4)
     stream = torch.randn(*batch.tokens.shape, layer.hidden_size)
     return stream.to(batch.tokens.device, dtype)
@@ -64,19 +62,16 @@ def as_tuple(hidden):
 
 
 def kept_by(layer, hidden, batch, names):
-    """Return copies of what a forward stage keeps."""
     with torch.no_grad(), recording(names) as record:
         layer(hidden, batch)
     return copies(record.tensors)
 
 
 def copies(tensors):
-    """Copy each tensor to memory of its own, as a transfer does."""
     return [torch.empty(one.shape, dtype=one.dtype, device=one.device).copy_(one) for one in tensors]
 
 
 def forward_and_backward(layer, hidden, batch, replay=None):
-    """Return outputs, the gradient of the input, and all parameters' gradients of one pass."""
     leaves = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in as_tuple(hidden))
     for parameter in layer.parameters():
         if parameter.requires_grad:
@@ -92,7 +87,6 @@ def forward_and_backward(layer, hidden, batch, replay=None):
 
 
 def differing_choices(layer, hidden, batch, choices=CHOICES):
-    """Return the choices of kept parts that give other bits than a full recomputation, in the forward or after it."""
     plain = forward_and_backward(layer, hidden, batch)
     wrong = []
     for names in choices:
@@ -107,8 +101,6 @@ def differing_choices(layer, hidden, batch, choices=CHOICES):
 
 
 class _Kernels(TorchDispatchMode):
-    """Counts products and attention kernels."""
-
     def __init__(self):
         super().__init__()
         self.names = []
@@ -122,7 +114,6 @@ class _Kernels(TorchDispatchMode):
 
 @contextmanager
 def kernels():
-    """Yield the list of products and attention kernels that run inside."""
     with _Kernels() as counter:
         yield counter.names
 

@@ -16,8 +16,6 @@ ADAMW = AdamWRule((0.9, 0.95), 1e-8, 0.1)
 
 @dataclass(frozen=True)
 class DirectedRule(UpdateRule):
-    """A rule with an unsigned value alone, and a second input from devices."""
-
     values = (StateValue("largest", is_signed=False),)
     uses_direction = True
     kernel_source = """
@@ -40,8 +38,6 @@ inline float updated_weight(float weight, const float *rooted, float, float dire
 
 @dataclass(frozen=True)
 class StatelessRule(UpdateRule):
-    """A rule without values."""
-
     values = ()
     kernel_source = """
 inline void update_values(float *, float, Numbers) {}
@@ -102,7 +98,6 @@ def cut_out(buffers, start, stop):
 
 
 def example_buffers(kind, numel, seed=0):
-    """Return buffers of this kind with random numbers; state down to denormal numbers and zero."""
     generator = torch.Generator().manual_seed(seed)
     weight, gradient, direction = (torch.randn(numel, generator=generator) for _ in range(3))
     parts = {}
@@ -142,7 +137,6 @@ def copy_of(buffers):
 
 
 def have_same_bits(left, right):
-    """Return whether everything that an update writes is equal, bit for bit."""
     written = [(each.weight, each.residual, each.written, *each.parts.values()) for each in (left, right)]
     pairs = zip(*written, strict=True)
     # As bytes: two NaNs of the same bits are equal, and the two zeros are not.

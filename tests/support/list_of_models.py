@@ -38,12 +38,10 @@ that its own tokenizer made, or with another tokenizer ([data.md](data.md#tokeni
 
 
 def row(model_type, reason):
-    """Return the row of a table; a type that fits is its only cell."""
     return f"| `{model_type}` | {reason} |" if reason else f"`{model_type}`"
 
 
 def look_at(model_type):
-    """Build a type at toy size and compare it with the reference. Returns the reason of a refusal, None if it fits."""
     family = FAMILIES["transformers"]
     config, is_toy = _config(model_type)
     if config is None:
@@ -64,7 +62,6 @@ def look_at(model_type):
 
 
 def page(reasons):
-    """Return the whole page."""
     fits = [row(name, None) for name, reason in reasons.items() if reason is None]
     refused = [row(name, reason) for name, reason in reasons.items() if reason is not None]
     parts = [
@@ -86,14 +83,12 @@ def _config(model_type):
 
 
 def _reason(message, model_type):
-    """Return a refusal without what it says of every type, as a cell."""
     message = message.removeprefix(f"model_type {model_type!r} of transformers ")
     message = message.removeprefix("does not fit torchround's layers: ")
     return " ".join(message.replace("|", "\\|").split())
 
 
 def main(arguments):
-    """Print or write the page, or print the rows of some types."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     types = [name for name in arguments if not name.startswith("--")]

@@ -85,7 +85,6 @@ _STORES = []  # open until this process ends
 
 
 def group_of_environment(store_host=LOOPBACK, **group_settings):
-    """Join the group that the environment of `start_machines` names. Machine r is called `node<r>`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     port = int(os.environ["MASTER_PORT"])

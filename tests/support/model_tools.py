@@ -15,10 +15,7 @@ COUNTS_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in
 
 
 def measure_peak_bytes(run):
-    """Return the most bytes of tensors alive at once during `run`, without oneDNN.
-
-    With it, bfloat16 products take scratch memory on some processors (3 % of a small block on AMD Zen 5).
-    """
+    """Without oneDNN, whose bfloat16 products take scratch memory on some processors (3 % of a small block on AMD Zen 5)."""
     with torch.backends.mkldnn.flags(enabled=False):
         return peak_of_tensors(run)
 
@@ -38,7 +35,6 @@ def peak_of_tensors(run):
 
 
 def materialise(model, dtype=torch.float32, seed=0, reverse=False):
-    """Give the model CPU memory in place, keeping ties, and initialise it layer by layer."""
     real = {}
     for layer in model.layers:
         for module in layer.modules():
@@ -101,7 +97,6 @@ def released_tensors(theirs):
 
 
 def gather(hf_names, tensors):
-    """Return the Hugging Face tensor that holds a parameter, or the stack of several, each of one or more parts."""
     if isinstance(hf_names, str):
         return tensors[hf_names]
     return torch.stack(
@@ -110,8 +105,6 @@ def gather(hf_names, tensors):
 
 
 def all_names(hf_names):
-    """Return the name of every tensor."""
-
     def flat(names):
         return [names] if isinstance(names, str) else [name for part in names for name in flat(part)]
 
@@ -119,10 +112,7 @@ def all_names(hf_names):
 
 
 def released_gradients(theirs):
-    """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients.
-
-    A weight without a gradient has zeros.
-    """
+    """Writes a copy whose weights are the gradients. A weight without a gradient has zeros."""
     holder = AutoModelForCausalLM.from_config(theirs.config)
     gradients = dict(theirs.named_parameters())
     with torch.no_grad():

@@ -15,8 +15,6 @@ ADDRESSES = ("10.231.77.1", "10.231.77.2")
 
 
 class Networks:
-    """Two namespaces, `names[0]` and `names[1]`, with one address of `ADDRESSES` each."""
-
     def __init__(self):
         self.names = tuple(f"torchround-{os.getpid()}-{side}" for side in "ab")
         ends = [f"tr{os.getpid()}{side}" for side in "ab"]  # at most 15 characters
@@ -45,7 +43,6 @@ def run(*command):
 
 @contextmanager
 def joined_networks():
-    """Make the namespaces; skip the test if this computer does not allow them."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root, and the program ip")
     try:
@@ -59,7 +56,6 @@ def joined_networks():
 
 
 def enter(name):
-    """Move this thread, and threads that it starts, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), 0) != 0:

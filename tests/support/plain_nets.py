@@ -16,8 +16,6 @@ from torchround.library.seeds import drawing, layer_seed
 
 
 class OurAdamW(torch.optim.Optimizer):
-    """The reference's AdamW as an optimizer of named parameters."""
-
     def __init__(self, named, lr, weight_decay=0.0):
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
@@ -52,7 +50,6 @@ class PlainNet:
         self._gradients = {}
 
     def forward_backward(self, inputs, labels, loss_fn, num_micro_batches=3):
-        """Add a call's gradients to those of the step and return the sum of its losses."""
         layers, uses = self._layers_of_their_own()
         losses = []
         batches = cut(inputs, labels, num_micro_batches, loss_fn, is_training=True, seed=self.seed, call=self.calls)
@@ -68,7 +65,6 @@ class PlainNet:
         return sum(losses)
 
     def step(self):
-        """Update the weights, and forget the gradients."""
         assert self.optimizer is not None, "an optimizer is needed to step"
         for parameter, weight in self._weights.values():
             weight.grad = self._gradients[id(parameter)]
@@ -107,7 +103,6 @@ class PlainNet:
 
 
 def assert_same_state(found, net):
-    """Assert that a state dict has the net's names, dtypes and bits."""
     expected = net.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():

@@ -37,19 +37,16 @@ class DeclaredLog(AccessLog):
         self._memory = defaultdict(list)  # by allocation: regions and their buffers
 
     def watch(self, store):
-        """Take the store of the engine that the calling thread is about to make."""
         CONTROLLER.log = self
         store.__class__, store.log, store.records = WatchedStore, self, torch.empty(1)
         self.store = store
 
     def made(self, buffer):
-        """Note a buffer of the program. Its content is memory of its own."""
         self._buffers[buffer.name].append(buffer)
         self._contents[buffer] = content = torch.empty(1)
         self.note_memory([content], [buffer])
 
     def has_content(self, buffer, does):
-        """Note that the calling thread reads or writes a buffer's content."""
         if buffer in self._contents:
             self.touched(**{"reads": (), "writes": (), does: [self._contents[buffer]]})
 
@@ -71,7 +68,6 @@ class DeclaredLog(AccessLog):
                     self.undeclared.add((this_thread(), buffer.name, does))
 
     def _open_here(self):
-        """Return the accesses of the calling thread's task that have begun and not ended."""
         begun = [access for access in self._open if access.is_ready and not access.happened]
         if this_thread().startswith(OF_NO_WORKER):
             return [access for access in begun if access.task.worker is None]
@@ -155,10 +151,7 @@ class WatchedDecision(Decision):
 
 @contextmanager
 def declared(dropped=None):
-    """Let logs of engines see all that tasks declare in the block.
-
-    An access of the `dropped` kind exists and ends, but waits for nothing, and nothing waits for it.
-    """
+    """An access of the `dropped` kind exists and ends, but waits for nothing, and nothing waits for it."""
     declare, make, content, logs = Task.declare, Buffer.__init__, Buffer.content, {}
 
     def making(buffer, kind, name="", content=None):

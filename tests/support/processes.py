@@ -23,8 +23,6 @@ LIMIT_S = 300.0  # far beyond what any process of a test takes, on a loaded mach
 
 
 class Child:
-    """A call in progress or ended. What it prints is in the file `output`."""
-
     def __init__(self, processes, pid, output, name):
         self.pid, self.output, self.name = pid, output, name
         self.returncode = None
@@ -47,7 +45,6 @@ class Child:
         return self.output.read_text(errors="replace")
 
     def wait_until(self, condition, limit_s=LIMIT_S):
-        """Wait until the printed text satisfies the condition, or the process has ended."""
         end_s = time.monotonic() + limit_s
         while is_running(self.pid) and not condition(self.text()):
             assert time.monotonic() < end_s, f"{self.name} did not come so far: {self.text()}"
@@ -77,10 +74,7 @@ class Processes:
         )
 
     def start(self, function, *arguments, folder, environment=None):
-        """Start a process that calls `function` ("module:name") in `folder` and exits with its result, None being 0.
-
-        Before the first call of a module, the server imports it, and calls its `warm_up` if it has one.
-        """
+        """Call "module:name" in `folder`, after its module's `warm_up` in the server. The result is the exit code."""
         output = self._folder / f"child-{len(self._children)}.txt"
         output.touch()
         request = {"function": function, "arguments": arguments, "environment": environment or {}}
@@ -89,7 +83,6 @@ class Processes:
         return self._children[-1]
 
     def run(self, function, *arguments, folder, environment=None):
-        """Call a function in a process, to its end."""
         child = self.start(function, *arguments, folder=folder, environment=environment)
         child.wait()
         return child
@@ -101,7 +94,6 @@ class Processes:
         return json.loads(answer)
 
     def close(self):
-        """Kill what still runs, and end."""
         for child in self._children:
             if child.returncode is None:
                 child.send(signal.SIGKILL)
@@ -111,7 +103,6 @@ class Processes:
 
 
 def run_program(*arguments, folder=ROOT, code=0, **environment):
-    """Run a fresh Python with these arguments in `folder`, to its end, which must have this exit code."""
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=folder, env=environment_of(**environment), capture_output=True, text=True, check=False
@@ -121,7 +112,6 @@ def run_program(*arguments, folder=ROOT, code=0, **environment):
 
 
 def start_program(*arguments, folder=ROOT, **environment):
-    """Start a fresh Python with these arguments in `folder`, with pipes for what it prints."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.Popen(command, cwd=folder, env=environment_of(**environment), text=True, **pipes)
@@ -140,7 +130,6 @@ def is_running(pid):
 
 
 def serve():
-    """Answer the requests on the standard input: a call's process id, or what a process has ended with."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -163,7 +152,6 @@ def fork(request):
 
 
 def become(request, function):
-    """Run the request in this child. Never returns."""
     code = 99
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -183,7 +171,6 @@ def become(request, function):
 
 
 def code_of(wait, limit_s):
-    """Wait for a child. Returns what it ended with, or None if it has not within the limit."""
     end_s = time.monotonic() + limit_s
     while time.monotonic() < end_s:
         ended, status = os.waitpid(wait, os.WNOHANG)

@@ -28,7 +28,6 @@ def published_partition(model):
 
 
 def by_night(cases):
-    """Leave all published models but the first one to the nightly tier."""
     first, *others = cases
     rows = [[case] if isinstance(case, str) else case for case in others]
     return [first, *(pytest.param(*row, marks=pytest.mark.nightly) for row in rows)]

@@ -33,17 +33,14 @@ class Region:
 
     @staticmethod
     def of(tensor: Tensor) -> "Region":
-        """Return the bytes of a contiguous tensor."""
         storage = tensor.untyped_storage()
         start = tensor.data_ptr() - storage.data_ptr()
         return Region(storage.data_ptr(), start, start + tensor.numel() * tensor.element_size())
 
     def overlaps(self, other: "Region") -> bool:
-        """Tell whether two regions of one allocation share bytes."""
         return self.start < other.stop and other.start < self.stop
 
     def covers(self, other: "Region") -> bool:
-        """Tell whether all bytes of `other`, of the same allocation, are in this region."""
         return self.start <= other.start and other.stop <= self.stop
 
 
@@ -83,7 +80,6 @@ class AccessLog(Observer):
         self.entries.append(Entry(actor, "wait", token))
 
     def access(self, actor: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """Record accesses to shared buffers."""
         regions = [tuple(Region.of(tensor) for tensor in group) for group in (reads, writes)]
         self.entries.append(Entry(actor, "access", None, *regions))
 
@@ -116,8 +112,6 @@ class AccessLog(Observer):
 
 
 class _RecordedEvent:
-    """A device's event that also tells the log when a host thread waits for it."""
-
     def __init__(self, inner: Event, log: AccessLog) -> None:
         self.inner = inner
         self.token = ("event", next(log.tokens))
@@ -152,10 +146,7 @@ class Access:
 
 
 def find_races(entries: Iterable[Entry]) -> list[tuple[Access, Access]]:
-    """Return all races of a log, in log order.
-
-    A race is two accesses to overlapping bytes, at least one of them a write, that nothing orders.
-    """
+    """A race is two accesses to overlapping bytes, at least one of them a write, that nothing orders."""
     clocks: dict[str, Clock] = defaultdict(dict)
     signals: dict[object, Clock] = {}
     history: dict[int, list[Access]] = defaultdict(list)
@@ -177,7 +168,6 @@ def find_races(entries: Iterable[Entry]) -> list[tuple[Access, Access]]:
 
 
 def _check(history: list[Access], access: Access, clock: Clock) -> list[tuple[Access, Access]]:
-    """Return the races of `access` with earlier accesses, then add it to them."""
     races, kept = [], []
     for earlier in history:
         ordered = earlier.moment <= clock.get(earlier.actor, 0)
@@ -193,10 +183,7 @@ def _check(history: list[Access], access: Access, clock: Clock) -> list[tuple[Ac
 
 
 def tasks_apart(entries):
-    """Yield the entries as if each task of a host worker ran on a thread of its own.
-
-    Then its declared accesses alone order it with the tasks before it.
-    """
+    """A task's declared accesses then alone order it with the tasks before it."""
     tasks = Counter()
     for entry in entries:
         number = tasks[entry.actor]

@@ -47,7 +47,6 @@ def _with_job(draw, layer, link_s):
 
 
 def kept_of(layer):
-    """Draw names of parts that the layer can keep."""
     names = [part.name for part in layer.keepable]
     return st.sets(st.sampled_from(names)).map(lambda kept: tuple(sorted(kept))) if names else st.just(())
 
@@ -73,7 +72,6 @@ def _layer(draw, updates):
 
 @st.composite
 def partitions(draw, num_layers):
-    """Draw any partition of the layers."""
     fused = draw(st.integers(1, num_layers))
     left, right = (draw(compositions(num_layers - fused)) for _ in range(2))
     return Partition(left, fused, right)
@@ -81,7 +79,6 @@ def partitions(draw, num_layers):
 
 @st.composite
 def compositions(draw, total):
-    """Draw positive integers with the given sum."""
     cuts = sorted(draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
     ends = [0, *cuts, total]
     return tuple(stop - start for start, stop in pairwise(ends) if stop > start)
@@ -94,7 +91,6 @@ LINKS = st.one_of(
 
 
 def limits(tightest=200, loosest=2500):
-    """Draw limits: often none, often so tight that some or all partitions do not fit."""
     bounds = st.one_of(st.none(), st.integers(tightest, loosest))
     return st.builds(
         MemoryLimits,
@@ -106,7 +102,6 @@ def limits(tightest=200, loosest=2500):
 
 
 def all_partitions(num_layers):
-    """Yield every partition, by plain recursion."""
     found = []
     for fused in range(1, num_layers + 1):
         ways = _ways(num_layers - fused)
@@ -123,14 +118,12 @@ def _ways(total):
 def exact_step_s(
     partition, costs, devices, micro_batches, rounds, update, recompute="stage", link=None, stale_layers=0
 ):
-    """Return the planner's time of a step."""
     sums = LayerSums(costs, recompute, link, micro_batches)
     times = sums.times(partition, update, rounds, stale_layers)
     return step_time.step_seconds(times, devices, micro_batches, rounds)
 
 
 def simulated_step_s(partition, costs, devices, micro_batches, rounds, update, **settings):
-    """Return the mean over many simulated steps, once they have settled."""
     settled, counted = 40, 120  # a multiple of every period that so few devices have
     settings |= {"update": update, "steps": settled + counted}
     tasks = dispatch_tasks(partition, costs, devices, micro_batches, rounds, **settings)

@@ -12,7 +12,6 @@ from torchround.config import SourceTable
 
 
 def as_lines(records):
-    """Return JSON Lines; a record that is a string is written as it is."""
     lines = (record if isinstance(record, str) else json.dumps(record) for record in records)
     return "".join(line + "\n" for line in lines).encode()
 
@@ -41,7 +40,6 @@ def write_parquet(folder, records, name="x"):
 
 
 def write_dataset(folder, records):
-    """Write a folder of files, which is streamed as a dataset of the hub is."""
     (folder / "set").mkdir()
     for number in (0, 1):
         (folder / "set" / f"train-{number}.jsonl").write_bytes(as_lines(records[number::2]))

@@ -71,7 +71,6 @@ class Reference:
 
     @classmethod
     def of(cls, model, store, optimizer=OPTIMIZER, **options):
-        """Return the loop of a host store's format and policy, from its present weights."""
         policy = store.policy
         usual = {"update": "predict" if policy.predicts else policy.name, "dtype": store.dtype}
         usual |= {"gradient_dtype": store.gradient_dtype, "clip": "layer" if policy.name == "bounded" else "global"}
@@ -149,7 +148,6 @@ class Reference:
         return sum(losses) / sum(micro_batch.num_labels() for micro_batch in micro_batches)
 
     def outputs(self, micro_batch):
-        """Return what each layer returns, at the newest weights."""
         with torch.no_grad():
             return list(self._hidden(micro_batch, self._leaves(self.versions[1])))
 
@@ -165,7 +163,6 @@ class Reference:
         return scale
 
     def state(self):
-        """Return all tensors of a checkpoint, by the names that it has."""
         views = {f"weights/{name}": weight for name, weight in self.frozen.items()}
         for name, weight in self.weights.items():
             views[f"weights/{name}"] = weight
@@ -262,7 +259,6 @@ class Reference:
             self.ahead[name] = torch.from_numpy(ahead).view(self.weights[name].shape)
 
     def _muon(self, name, weight, gradient, lr):
-        """Update a matrix, or each matrix of a stack."""
         table, one, shape = self.table, np.float32, self.weights[name].shape
         kept, rest = self.values[name][MOMENTUM], np.float32(1 - table.momentum)
         momentum = (gradient - kept) * rest + kept
@@ -312,7 +308,6 @@ def _pairs(read, hidden):
 
 
 def _cut(items, count):
-    """Cut items into parts as equal as can be, the longer ones first."""
     size, rest = divmod(len(items), count)
     starts = [index * size + min(index, rest) for index in range(count + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(starts) if stop > start]

@@ -27,7 +27,6 @@ MAPPED = (*ADAPTED, "--lora.map_base=true")
 
 
 def saved_config(**tables):
-    """Return the configuration of a run as its checkpoints hold it."""
     sources = {"sources": [{"path": "text.jsonl"}]}
     training = {"seq_len": 16, "global_batch_size": 2} | tables.pop("training", {})
     tokenizer = {} if tables["model"].get("hf_path") else {"name": "bytes"}

@@ -47,7 +47,6 @@ def warm_up():
 
 
 def trains(arguments):
-    """Train a run. Returns its exit code."""
     return train.main(["--config", "small.toml", *arguments])
 
 
@@ -69,7 +68,6 @@ def has_a_bad_device(device, trouble, operation, arguments):
 
 
 def is_killed_at(event, delay_s, arguments):
-    """Train a run that is killed `delay_s` after it touches a checkpoint's files for the `event`-th time."""
     seen = 0
 
     def hook(name, details):

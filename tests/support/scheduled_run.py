@@ -38,19 +38,15 @@ class Schedule:
 
 
 def starved(*late, **options):
-    """Run these streams as late as they may, and all others as early as they may."""
     return Schedule({stream: "late" if stream in late else "early" for stream in Stream}, **options)
 
 
 def hurried(*early, **options):
-    """Run these streams as early as they may, and all others as late as they may."""
     return Schedule({stream: "early" if stream in early else "late" for stream in Stream}, **options)
 
 
 @contextmanager
 def scheduled(scheduler, schedule):
-    """Run what follows under a schedule. Yields the function that makes the devices that it is for."""
-
     def make(torch_device, worker):
         device = AcceleratorDevice(torch_device, worker)
         if schedule.allocating is not None:
@@ -102,7 +98,6 @@ class ShortRun:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def batches(self):
-        """Make the micro-batches of each step."""
         batches = toy_batches(self.steps, self.micro_batches)
         if not self.growing:
             return batches
@@ -115,7 +110,6 @@ class ShortRun:
         ]
 
     def build(self):
-        """Make the model, of seven layers."""
         if self.model == "toy":
             return toy_model(self.tied)
         family, flavor = self.model.split("-")
@@ -126,8 +120,6 @@ class ShortRun:
 
 @dataclass
 class Outcome:
-    """The losses of a run in the order in which its passes began, and the state of its store."""
-
     losses: list[float]
     state: dict[str, Tensor] = field(repr=False)
 

@@ -16,7 +16,6 @@ def small_decoder(family, flavor, adapters=(), dropout=0.25, **changes):
 
 
 def decoder(family, flavor, adapters=(), lora=(4, 8.0, 0.25), **fields):
-    """Build a flavor with these fields. `lora` are rank, alpha and dropout of the `adapters`."""
     config = FAMILIES[family].config_from_flavor(flavor, **fields)
     model = FAMILIES[family].build(config)
     if adapters:

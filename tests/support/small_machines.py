@@ -24,7 +24,6 @@ ALL_ROUNDS = 12
 
 
 def small_main(arguments):
-    """Be `train.py` with the model family `small`."""
     families = {**configured_model.FAMILIES, "small": small_family()}
     configured_model.FAMILIES = families
     run_page.draw_losses = lambda folders, picture: None  # it takes longer than the steps
@@ -33,8 +32,6 @@ def small_main(arguments):
 
 
 class SmallMachines(SmallRuns):
-    """A folder in which runs on any number of machines are made by name. All machines share the runs' folders."""
-
     compared = (*SmallRuns.compared, "validation_loss")
 
     def __init__(self, starter, folder):
@@ -42,7 +39,6 @@ class SmallMachines(SmallRuns):
         self.starter = starter
 
     def start(self, name, num_machines, *overrides):
-        """Start a run of `ALL_ROUNDS` rounds together. One machine needs no others."""
         rounds = ALL_ROUNDS // num_machines
         arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED, f"--engine.rounds={rounds}"]
         return self.starter.start(
@@ -50,7 +46,6 @@ class SmallMachines(SmallRuns):
         )
 
     def start_agent(self, name, port, num_machines, *overrides):
-        """Start an agent of torchrun with one process of a run of two machines."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", f"--nnodes={num_machines}"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={name}"]
         launcher += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", sys.executable, "-c"]
@@ -60,19 +55,16 @@ class SmallMachines(SmallRuns):
         return start_program(*launcher, program, *arguments, folder=self.folder)
 
     def wait_until_saved(self, name, step):
-        """Wait until a run has a checkpoint of `step` or of a later one. Fails after `JOIN_S`."""
         end_s = time.monotonic() + JOIN_S
         while max(self.saved(name), default=0) < step:
             assert time.monotonic() < end_s, f"{name} never saved step {step}"
             time.sleep(0.05)
 
     def __call__(self, name, num_machines, *overrides, code=0):
-        """Run to the end; every machine ends with `code`. Returns what each has printed."""
         return ended(self.start(name, num_machines, *overrides), code)
 
 
 def ended(machines, code):
-    """Wait for the end of all machines, each with this exit code. Returns what each has printed."""
     codes = [machine.wait() for machine in machines]
     texts = [machine.text() for machine in machines]
     assert codes == [code] * len(machines), f"{codes}\n" + "\n---\n".join(texts)
@@ -81,11 +73,9 @@ def ended(machines, code):
 
 @pytest.fixture
 def starter(processes):
-    """Return what starts machines with `start`."""
     return SimpleNamespace(start=partial(start_machines, processes))
 
 
 @pytest.fixture
 def small_machines(starter, tmp_path):
-    """Return runs in `tmp_path`."""
     return SmallMachines(starter, tmp_path)

@@ -55,8 +55,6 @@ TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], ro
 
 
 class SmallRuns:
-    """A folder with `small.toml` and its text, in which runs are made by name."""
-
     # Of a line of the metrics, the values that do not depend on the machine.
     compared = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")
 
@@ -66,42 +64,34 @@ class SmallRuns:
         (folder / "small.toml").write_text(SMALL)
 
     def __call__(self, name, *overrides, config="small.toml"):
-        """Run in this process; returns the exit code."""
         return train.main(["--config", config, f"--run.name={name}", *overrides])
 
     def path(self, name):
         return self.folder / "outputs" / name
 
     def steps(self, name):
-        """Read the objects of `metrics.jsonl`."""
         lines = (self.path(name) / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     def losses(self, name):
-        """Return the loss of each step, with the other values that do not depend on the machine."""
         return {int(line["step"]): tuple(map(line.get, self.compared)) for line in self.steps(name)}
 
     def saved(self, name):
-        """Return the steps of the checkpoints, rising; none if the run has not saved."""
         return list(Checkpointer(self.path(name) / "checkpoints").checkpoints())
 
     def checkpoint(self, name, step=STEPS):
-        """Return the folder of a run's checkpoint."""
         return self.path(name) / "checkpoints" / checkpoint_name(step)
 
     def state(self, name, step=STEPS):
-        """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""
         return tensors_in(self.checkpoint(name, step))
 
     def saved_state(self, name, step=STEPS):
-        """Read the part of a checkpoint that is not tensors."""
         return json.loads((self.checkpoint(name, step) / "state.json").read_text())
 
     def plan(self, name):
         return json.loads((self.path(name) / "plan.json").read_text())
 
     def assert_same(self, name, reference, step=STEPS):
-        """Require bitwise equal runs: the losses of every step, each logged once, and the state saved after `step`."""
         assert list(self.losses(reference)) == list(range(1, step + 1))
         assert [line["step"] for line in self.steps(name)] == [line["step"] for line in self.steps(reference)]
         assert self.losses(name) == self.losses(reference)
@@ -118,7 +108,6 @@ class SmallRuns:
 
 
 def small_family():
-    """Make a Llama 3 family with three blocks, 16 wide."""
     family = FAMILIES["llama3"]
     untied = family.config_from_flavor(
         "debug", num_layers=3, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32
@@ -146,14 +135,12 @@ def working_folder(tmp_path):
 
 @pytest.fixture
 def small_runs(tmp_path):
-    """Yield runs in `tmp_path`."""
     with working_in(tmp_path):
         yield SmallRuns(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def shared_runs(tmp_path_factory):
-    """Yield runs that all tests of a module share."""
     with working_in(tmp_path_factory.mktemp("runs")) as folder:
         yield SmallRuns(folder)
 
@@ -164,12 +151,10 @@ def draw_no_pictures(monkeypatch):
 
 
 def use_family(monkeypatch, name, family):
-    """Make `model.family = name` build `family` in this process, and exports write it."""
     monkeypatch.setattr(configured_model, "FAMILIES", {**configured_model.FAMILIES, name: family})
 
 
 def write_text(path, lines, seed=0):
-    """Write JSON lines of random words."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 9))) for _ in range(60)]
     texts = (" ".join(generator.choices(words, k=generator.randint(1, 30))) for _ in range(lines))
@@ -190,7 +175,6 @@ def before_step(monkeypatch, step, action):
 
 
 def stop_after(step, runs, name, *overrides):
-    """Train run `name`, stop it after its `step`-th step from now, and require that it was saved there."""
     before = max(runs.saved(name), default=0)
     with pytest.MonkeyPatch.context() as patch:
         before_step(patch, step, interrupt)
@@ -199,10 +183,7 @@ def stop_after(step, runs, name, *overrides):
 
 
 def awaiting_saves(monkeypatch):
-    """Return a function that waits until the given number of saves, counted from now on, have ended or failed.
-
-    A save ends once its step is reported. That happens when the step after next is dispatched, at the latest.
-    """
+    """A save ends once its step is reported: when the step after next is dispatched, at the latest."""
     save, saves = Engine.save, []
 
     def seen(self, write):
@@ -234,7 +215,6 @@ def stop_before_the_first_step(monkeypatch):
 
 
 def fp32_weights(state):
-    """Return the weights of a checkpoint in fp32."""
     return {
         name: join(tensor, state[name.replace("weights/", "residual/")]) if tensor.dtype == torch.bfloat16 else tensor
         for name, tensor in state.items()
@@ -243,7 +223,6 @@ def fp32_weights(state):
 
 
 def with_model(monkeypatch, action):
-    """Call `action` with the model that `train.py` builds."""
     build = train_model.build_model
 
     def built(*arguments):
@@ -272,7 +251,6 @@ def around_forward(monkeypatch, layer, around):
 
 
 def before_forward(monkeypatch, layer, action):
-    """Call `action(number)` before each forward of a layer. The first number is 1."""
     calls = itertools.count(1)
 
     def around(forward):
@@ -283,7 +261,6 @@ def before_forward(monkeypatch, layer, action):
 
 
 def tensors_in(folder):
-    """Read every tensor in the files of a folder."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 

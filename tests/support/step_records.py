@@ -23,8 +23,6 @@ RECORD = StepRecord(
 
 
 class Clock:
-    """A clock that a test moves."""
-
     def __init__(self):
         self.now_s = 100.0
 
@@ -40,7 +38,6 @@ ENGINE |= {"device_allocations": 0, "host_allocations": 0}
 
 
 def record(step, **changes):
-    """Make the record of `step`, with `changes`."""
     return replace(RECORD, step=step, **changes)
 
 

@@ -19,7 +19,6 @@ def host_engine(model, store, optimizer, num_devices=2, partition=PARTITIONS["ba
 
 
 def train(engine, batches, after=lambda: None):
-    """Train with the learning rates of the optimizer itself."""
     return toy.train(engine, batches, None, after)
 
 

@@ -125,14 +125,12 @@ def toy_model(tied=False):
 
 
 def planted_model(plant):
-    """Make a toy model of planted blocks."""
     model = toy_model()
     first, *blocks, last = model.layers
     return LayeredModel(model.names, (first, *(PlantedBlock(plant) for _ in blocks), last))
 
 
 def toy_batches(steps, micro_batches, seed=0):
-    """Make `steps` lists of micro-batches of unequal size, with some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     return [
         [_toy_micro_batch(3 if index == 0 else 2, 8, generator) for index in range(micro_batches)] for _ in range(steps)
@@ -153,7 +151,6 @@ def toy_store(model, dtype=torch.float32, seed=0, **options):
 
 
 def watched(device, watcher):
-    """Return the device, whose operations `watcher` sees from now on."""
     device.watchers.append(watcher)
     return device
 
@@ -178,7 +175,6 @@ def toy_engine(
     optimizer=OPTIMIZER,
     **settings,
 ):
-    """Make an engine of the toy model and a store of `dtype` and `policy`, or of those given."""
     model = model or toy_model()
     store = store or toy_store(model, dtype, policy=policy)
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]

@@ -118,7 +118,6 @@ for _latent in (
 
 
 def toy_config(model_type, **overrides):
-    """Return the toy config of a type; `overrides` replace keys. Raises whatever its class raises."""
     kind = CONFIG_MAPPING[model_type]
     usual = kind()
     known = usual.to_dict().keys() | usual.attribute_map.keys()
@@ -135,7 +134,6 @@ CALMER = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def toy_decoder(config, seed=0):
-    """Build the decoder of a config in fp32, in evaluation mode, with random weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # missing kernels, of which PyTorch's own code takes the place
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -156,5 +154,4 @@ def random_weights(model, size=0.2, seed=0):
 
 
 def causal_types():
-    """Return every `model_type` of the installed `transformers` that has a model for causal language modelling."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -33,13 +33,11 @@ OWN = {
 
 @cache
 def their_model(family):
-    """Return the model of `transformers`."""
     config_class, settings = OWN[family]
     return toy_decoder(config_class(**SHAPE | settings))
 
 
 def own_model(family, devices=None):
-    """Return our model with the weights of `their_model`, frozen, in a store of device weights."""
     theirs, ours = their_model(family), FAMILIES[family]
     config = ours.config_from_hf(theirs.config.to_dict())
     model, names = ours.build(config), ours.hf_names(config)
@@ -50,23 +48,18 @@ def own_model(family, devices=None):
 
 
 def text_engine(family, num_devices=1, **options):
-    """Return an engine for our model of a family on virtual devices."""
     devices = [CpuDevice(index) for index in range(num_devices)]
     return TextEngine(*own_model(family, devices), devices, **{"batch_size": 16, "tokens": 128} | options)
 
 
 def prompts(count, seed=0):
-    """Return prompts of 1 to 40 random tokens, a few of each length."""
     draws = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([1, 3, 8, 13, 24, 40]).repeat(-(-count // 6))[:count]
     return [torch.randint(0, VOCAB, (int(n),), generator=draws).tolist() for n in lengths]
 
 
 def their_texts(model, texts, max_tokens, stop=None):
-    """Return what `generate` of `transformers` continues each text with, the likeliest token at each place.
-
-    Texts of a length run together, so that no padding is needed.
-    """
+    """Texts of a length run together, so that no padding is needed."""
     found = {}
     for length in {len(text) for text in texts}:
         rows = [row for row, text in enumerate(texts) if len(text) == length]

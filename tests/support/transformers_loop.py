@@ -26,10 +26,7 @@ DECAY, LR, MAX_NORM = 0.1, 1e-3, 1.0
 
 @dataclass(frozen=True)
 class Pair:
-    """The reference, ours with the same weights, and the names of the tensors in its files.
-
-    `ours` has memory of its own. `build` makes the same layers anew, on `meta`.
-    """
+    """The reference, ours with the same weights in memory of its own, and the names of the tensors in its files."""
 
     theirs: nn.Module
     ours: LayeredModel
@@ -38,17 +35,14 @@ class Pair:
     family: str
 
     def build(self):
-        """Build the layers once more, on `meta`."""
         return FAMILIES[self.family].build(self.config)
 
 
 def make_pair(tools, model_type, family_name="transformers", **overrides):
-    """Build both at toy size, with equal weights."""
     return pair_of(tools, toy_decoder(toy_config(model_type, **overrides)), family_name)
 
 
 def pair_of(tools, theirs, family_name="transformers"):
-    """Build a model in layer form with the weights of `theirs`."""
     family = FAMILIES[family_name]
     config = family.config_from_hf(theirs.config.to_dict())
     names, ours = family.hf_names(config), tools.materialise(family.build(config))
@@ -68,13 +62,11 @@ def document_logits(theirs, batch):
 
 
 def loss_sum(theirs, batch):
-    """Return the sum of the token losses of a packed batch."""
     logits = document_logits(theirs, batch).float().flatten(0, 1)
     return F.cross_entropy(logits, batch.labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 def compare(pair):
-    """Check logits, loss and gradients of a packed batch against those of each document alone."""
     batch = model_tools.micro_batch([[13, 1, 10], [24]], VOCAB)
     with torch.no_grad():
         # The same sums in other orders, through four blocks: some hundred terms each on the path of a logit.
@@ -104,7 +96,6 @@ def assert_close_in_norm(found, expected, name):
 
 
 def reference_training(theirs, steps):
-    """Train by `torch.optim.AdamW` over the whole model. Return the loss of each step, the mean over its labels."""
     theirs.train()
     groups = [[], []]
     for name, parameter in theirs.named_parameters():
@@ -124,17 +115,13 @@ def reference_training(theirs, steps):
 
 
 def store_of(model, weights, dtype=torch.float32):
-    """Make a store with these weights, by stored name."""
     store = HostStore(model, dtype)
     store.write_weights({name: weights[name].detach() for name in store.weights()})
     return store
 
 
 def packed_steps(tools, num_steps, micro_batches=2, sequences=2):
-    """Draw steps of packed micro-batches: documents of one token, of more than a window, and whole sequences.
-
-    The reference runs each document by itself, so one of the two `sequences` takes it little more than half as long.
-    """
+    """The reference runs each document by itself, so one of the two `sequences` takes it little more than half as long."""
     cuts = ([[13, 1, 10], [24]], [[5, 19], [12, 12]])
     return [
         [

@@ -34,8 +34,6 @@ GPT_OSS = "|".join(
 
 @dataclass(frozen=True)
 class Family:
-    """The parts of tokenizer.json in which families differ."""
-
     pattern: str | None
     special: tuple[str, ...]
     in_text: tuple[str, ...] = ()
@@ -90,7 +88,6 @@ FAMILIES = {
 
 
 def real_text():
-    """Return some modules of the standard library, and scripts and emoji that do not occur in them."""
     root = Path(sysconfig.get_path("stdlib"))
     names = ("argparse.py", "typing.py", "json/decoder.py", "datetime.py", "inspect.py")
     others = "Zażółć gęślą jaźń. Съешь же ещё этих булок. 我能吞下玻璃而不伤身体。 नमस्ते 안녕하세요 🙂👩‍🚀\r\n\t x² ½ ſ"
@@ -98,8 +95,6 @@ def real_text():
 
 
 def random_text(generator):
-    """Draw up to 40 parts: any character of any plane, the Latin and spaces of real text, and tokens in the text."""
-
     def any_character():
         code = generator.randrange(0x110000 - 0x800)
         return chr(code if code < 0xD800 else code + 0x800)
@@ -115,7 +110,6 @@ def random_text(generator):
 
 @cache
 def train(name, vocab_size=3000, text=None):
-    """Train the family's tokenizer on a vocabulary of its own."""
     family = FAMILIES[name]
     model = models.BPE(ignore_merges=family.ignore_merges, unk_token=family.unknown)
     tokenizer = tokenizers.Tokenizer(model)
@@ -148,7 +142,6 @@ def train(name, vocab_size=3000, text=None):
 
 
 def write(folder, name, tokenizer=None):
-    """Write `tokenizer.json` and `tokenizer_config.json` as a released model has them."""
     family = FAMILIES[name]
     tokenizer = tokenizer or train(name)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ from torchround.layer import LayeredModel
 
 
 def landings_of(store, pool):
-    """Return the places by bundle and use, and the count of buffers, of a store that is one of several machines'."""
     rank, size = store.ownership.machine, store.ownership.num_machines
     group = type("Group", (), {"rank": rank, "size": size, "peers": (), "on_fault": lambda *_: None})()
     exchange = StepExchange(store, Board(), pool, group, lambda: False)

@@ -75,7 +75,6 @@ def test_an_engine_that_is_left_in_the_middle_of_a_step_ends_the_others():
 
 
 def test_a_machine_that_lives_but_does_not_move_is_named_by_the_one_that_waits():
-    """Machine 1 never begins the second step. Machine 0 ends after its hang time-out, and machine 1 with it."""
     ended = threading.Event()
 
     def wait(engine):

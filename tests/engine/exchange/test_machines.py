@@ -37,7 +37,6 @@ def test_a_step_whose_loss_is_not_finite(update):
 
 
 def breaking(hidden, micro_batch):
-    """Let the gradients of layers before this one be infinite in a micro-batch of the second machine."""
     passed = hidden * 1.0
     if passed.requires_grad and torch.equal(micro_batch.tokens, STEPS[2][3].tokens):
         passed.register_hook(lambda gradient: gradient * torch.inf)

@@ -22,7 +22,6 @@ POLICIES = {"async": ASYNC, "predict": ASYNC_PREDICT}
 
 
 def device_weights(store):
-    """Return clones of each bundle's device weights, newest first."""
     return [
         [bundle.version(store.step - age).clone() for age in range(len(bundle.device_weights))]
         for bundle in store.bundles
@@ -35,7 +34,6 @@ def assert_same_weights(found, expected):
 
 
 def shared(store, group, unlike_bytes=0):
-    """Share weights. Returns what the store has then, the bytes sent, and those that the others announce to receive."""
     share_weights(store, group)
     own = sum(weights.nbytes for bundle in store.owned for weights in bundle.device_weights)
     sent = sum(group.link(peer, Purpose.WEIGHTS).bytes_sent for peer in group.peers)
@@ -70,8 +68,6 @@ def test_every_machine_starts_with_the_weights_of_one(policy, num_machines):
 
 
 def test_frozen_weights_travel_only_where_they_differ(tmp_path):
-    """Machine 1 has another value in one frozen layer; the mapped base stays in its file."""
-
     def start(group):
         store = toy_store(frozen_model(), ownership=Ownership(group.rank, group.size))
         frozen = [bundle for bundle in store.bundles if not bundle.trainable and bundle.owner == 0]
@@ -96,8 +92,6 @@ def test_frozen_weights_travel_only_where_they_differ(tmp_path):
 
 
 class LateWeights(Observer):
-    """An observer that lets no thread receive the weights of an exchange before it is due."""
-
     def __init__(self, num_steps):
         # All are made here: threads that ask for a missing one at the same time would each make their own.
         self.due = {step: threading.Event() for step in range(-2, num_steps)}
@@ -108,7 +102,6 @@ class LateWeights(Observer):
 
 
 def test_weights_that_arrive_as_late_as_they_may_stop_no_step():
-    """Machine 0 receives the weights that a step reads only when the step is to be dispatched."""
     row = Row(2, 3, "forward", "async", batches=[batch[:1] for batch in BATCHES])
 
     def run(group):

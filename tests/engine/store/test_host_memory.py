@@ -50,7 +50,6 @@ class RecordingLocker:
         return 0
 
     def pieces(self):
-        """Return the first byte and the bytes of each registration, in the order of addresses."""
         return [(address, len(pages) * PAGE) for address, pages in sorted(self.locked.items())]
 
 
@@ -62,7 +61,6 @@ def is_mapped(address, nbytes):
 
 @pytest.fixture
 def locker(monkeypatch):
-    """Make the page locker of all host memory."""
     locker = RecordingLocker()
     monkeypatch.setattr(host_memory, "present_kind", lambda: locker)
     return locker

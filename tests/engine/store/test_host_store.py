@@ -25,7 +25,6 @@ def buffers(bundle):
 
 
 def frozen_model(*trainable):
-    """Return the toy model with only these layers trained."""
     model = toy_model()
     for name, layer in zip(model.names, model.layers, strict=True):
         layer.requires_grad_(name in trainable)
@@ -139,7 +138,6 @@ def copy_of(store):
 
 
 def read(store, saved):
-    """Write into the views in place, as a checkpoint does."""
     views = store.named_views()
     assert views.keys() == saved.keys()
     for name, view in views.items():
@@ -171,7 +169,6 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, resu
 
 
 def by_version(store):
-    """Return each bundle's device weights, newest first."""
     return [[bundle.version(store.step - age) for age in range(len(bundle.device_weights))] for bundle in store.bundles]
 
 

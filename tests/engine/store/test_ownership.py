@@ -31,7 +31,6 @@ def partly_frozen_model():
 
 
 def joined(views):
-    """Return what several machines hold together; no two may hold the same thing."""
     together = {name: view for machine in views for name, view in machine.items()}
     assert len(together) == sum(map(len, views))
     return together

@@ -18,7 +18,6 @@ BF16 = torch.bfloat16
 
 
 def values_with_ties(store):
-    """Return weights of every kind: half-way between two numbers of bf16, zero of both signs, tiny and huge."""
     generator = torch.Generator().manual_seed(7)
     found = {}
     for name, value in store.weights().items():
@@ -136,8 +135,6 @@ def test_other_hyperparameters_keep_the_state_and_change_the_rules_of_segments()
 
 
 class BlockWithEmptyParameters(ToyBlock):
-    """A block with an empty matrix beside its own, and an empty vector as its last parameter."""
-
     def __init__(self):
         super().__init__()
         self.no_rows = torch.nn.Parameter(torch.empty(0, 16, device="meta"))

@@ -33,23 +33,18 @@ PARTITION = PARTITIONS["one layer a stage"]
 
 
 def model_of(make_block):
-    """Return the toy model with blocks made by `make_block(layer)`."""
     model = toy_model()
     blocks = [make_block(layer) for layer in range(1, len(model.layers) - 1)]
     return replace(model, layers=(model.layers[0], *blocks, model.layers[-1]))
 
 
 class ClockedEvent:
-    """An event that knows how many operations of each stream come before it."""
-
     def __init__(self, inner, clock):
         self.inner, self.clock = inner, clock
         self.synchronize, self.query = inner.synchronize, inner.query
 
 
 class Copy:
-    """A copy, with what was enqueued before it and what is ordered before it."""
-
     def __init__(self, stream, nbytes, enqueued, ordered):
         self.stream, self.nbytes = stream, nbytes
         self.enqueued, self.ordered = Counter(enqueued), Counter(ordered)
@@ -83,7 +78,6 @@ class TransferOrder(Observer):
 
 @pytest.fixture(scope="module")
 def copies():
-    """The copies of one step on one device."""
     order, model = TransferOrder(), toy_model()
     with toy_engine(PARTITION, 1, model=model, wrap=lambda device: watched(device, order)) as engine:
         engine.forward_backward(toy_batches(1, MICRO_BATCHES)[0])
@@ -117,8 +111,6 @@ def test_a_stage_moves_in_equal_chunks_one_a_micro_batch_behind_the_activations_
 
 
 class Gradient(torch.autograd.Function):
-    """The identity, which calls a function in its backward."""
-
     @staticmethod
     def forward(ctx, hidden, call):
         ctx.call = call
@@ -216,7 +208,6 @@ class GradientCopies(Observer):
 
 
 def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, link=linked, **settings):
-    """Return the copies of gradients that each device makes in one step. `link` prepares each device."""
     found = [GradientCopies() for _ in range(num_devices)]
     copies = iter(found)
     settings |= {"wrap": lambda device: watched(link(device), next(copies))}
@@ -268,8 +259,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CountingDevice(CpuDevice):
-    """Counts what its computation holds at once."""
-
     def __init__(self):
         super().__init__(0)
         self.live = LiveBytes()

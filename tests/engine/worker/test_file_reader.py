@@ -23,8 +23,6 @@ BATCHES = toy_batches(3, micro_batches=4)
 
 
 class LockingDevice(CpuDevice, Observer):
-    """A virtual device that needs page-locked memory. It notes the threads that copy weights to it."""
-
     pins_host_memory = True
 
     def __init__(self, index):
@@ -38,8 +36,6 @@ class LockingDevice(CpuDevice, Observer):
 
 
 class AcceptingLocker:
-    """A page locker that locks nothing."""
-
     def lock_pages(self, address, nbytes):
         return 0
 
@@ -55,7 +51,6 @@ def small_ring(monkeypatch):
 
 @pytest.fixture
 def base(tmp_path):
-    """A file with the frozen weights of the toy model."""
     return write_base(tmp_path / "base.safetensors")
 
 
@@ -72,7 +67,6 @@ def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC,
 
 
 def resident_bytes(path):
-    """Count the bytes of a mapped file that this process has touched through the map."""
     blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     sizes = [re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE) for block in blocks if str(path) in block]
     assert sizes, "the file is not mapped"
@@ -159,8 +153,6 @@ def test_a_buffer_is_filled_again_only_after_its_upload(base):
 
 
 class LandedGradients(Observer):
-    """The number of gradients that have landed."""
-
     def __init__(self):
         self.number = 0
 

@@ -16,7 +16,6 @@ Pair = namedtuple("Pair", ["one", "two"])
 
 
 def travelled(value):
-    """Pack a value into a buffer, and unpack it on the other side."""
     tensors, structure = flatten(value)
     packing = Packing.of(tensors, structure)
     buffer = torch.full((packing.nbytes,), 255, dtype=torch.uint8)

@@ -34,7 +34,6 @@ def ids(*rows):
 
 
 def brute_force(query, key, value, document_ids, window=None, sinks=None):
-    """Compute attention query by query, over the tokens that each may see."""
     mixed = torch.zeros_like(query)
     for row, token, head in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
         earlier = torch.arange(token + 1)
@@ -62,7 +61,6 @@ ROWS += [(PACKED, 4, True), (MIXED, None, False), (MIXED, 4, False), (MIXED, 1, 
 
 
 def check(function, document_ids, bound, window, with_sinks):
-    """Compare attention and its gradients with brute force."""
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
     sinks = inputs[3] if with_sinks else None

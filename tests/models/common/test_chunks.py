@@ -46,7 +46,6 @@ def block_of(case, dtype, tools):
 
 
 def passed(mlp, x, upstream):
-    """Return output, gradient of the input and the parameters' gradients of one pass, without dropout."""
     trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad.zero_()

@@ -21,8 +21,6 @@ TWO_BF16_ROUNDINGS = 2 * BF16
 
 @pytest.fixture
 def limit(monkeypatch):
-    """Return what sets limits of the two modules by name."""
-
     def set_limits(**limits):
         for name, value in limits.items():
             for module in (loss, softmax_loss):
@@ -52,7 +50,6 @@ def make_inputs(ignored=(), dtype=torch.float32):
 
 
 def reference(hidden, weight, labels, scale=1.0, logits_dtype=torch.float64):
-    """Compute loss and gradients in fp64 from the same inputs, with logits rounded to `logits_dtype`."""
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = hidden @ weight.T
     logits = logits + (logits.to(logits_dtype).double() - logits).detach()  # rounding has the derivative 1

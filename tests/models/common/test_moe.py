@@ -30,7 +30,6 @@ def make_moe(num_chosen=2, normalised=True):
 
 
 def fill(module, numbers):
-    """Give parameters memory of their own, with numbers for their shapes."""
     for path, parameter in list(module.named_parameters()):
         owner, _, name = path.rpartition(".")
         setattr(
@@ -39,7 +38,6 @@ def fill(module, numbers):
 
 
 def token_by_token(moe, x):
-    """Pass every token through its chosen experts, one at a time."""
     mixed = []
     for token in x.flatten(0, 1):
         probabilities = (moe.router.weight @ token).softmax(0)

@@ -18,8 +18,6 @@ BEFORE_HOPPER, HOPPER, GEFORCE_BLACKWELL = (8, 9), (9, 0), (12, 0)
 
 
 class Names(TorchDispatchMode):
-    """Notes the operations that run."""
-
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -30,7 +28,6 @@ class Names(TorchDispatchMode):
 
 
 def experts_operations(family, flavor, capability, has_sums):
-    """Operations of the forward and backward of one block's experts on a card of this capability."""
     config = FAMILIES[family].config_from_flavor(flavor, num_layers=1)
     moe = FAMILIES[family].build(config).layers[1].mlp.bfloat16()
     for parameter in moe.parameters():
@@ -84,7 +81,6 @@ BATCH, TOKENS, INPUTS, OUTPUTS = 2, 6, 5, 7
 
 @pytest.fixture
 def products(monkeypatch):
-    """Let the CPU have products of bf16 with fp32 output, and return the list of totals that were added to."""
     totals = []
 
     def add(total, left, right):

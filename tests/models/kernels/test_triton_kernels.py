@@ -28,7 +28,6 @@ CARDS = [
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """Compile for a card by name, each once."""
     found = {}
 
     def compile_once(card):
