@@ -15,7 +15,6 @@ from torchround.models.common.rope import Llama3Scaling, Rope
 
 
 def block_settings(config: TransformerConfig) -> list[BlockSettings]:
-    """Return the settings of each block; all are alike."""
     block = BlockSettings(
         attention=attention_maker(config),
         feed_forward=partial(GatedMLP, ffn_size=config.ffn_size),
@@ -31,13 +30,11 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "atte
 
 
 def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
-    """Read the content of a `config.json` with `model_type` llama."""
     hf = HFConfig(content, MODEL_TYPES, **FIXED)
     return TransformerConfig(rope=hf.rope(10000.0, "default", "llama3"), **hf.transformer_fields())
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    """Return a `config.json` of this shape."""
     own = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     return {**own, **FIXED, **transformer_content(config)}
 

@@ -29,7 +29,6 @@ class Qwen3Config(TransformerConfig):
 
 
 def block_settings(config: Qwen3Config) -> list[BlockSettings]:
-    """Return the settings of each block; all are alike."""
     feed_forward: Callable[[int], GatedMLP | MoE]
     if config.moe is None:
         feed_forward, names = partial(GatedMLP, ffn_size=config.ffn_size), dict(GATED_MLP_NAMES)
@@ -69,7 +68,6 @@ EXPERT_KEYS = {
 
 
 def config_from_hf(content: Mapping[str, Any]) -> Qwen3Config:
-    """Read the content of a `config.json` with `model_type` qwen3 or qwen3_moe."""
     hf = HFConfig(content, MODEL_TYPES, **FIXED)
     moe = None
     if content["model_type"] == "qwen3_moe":
@@ -79,7 +77,6 @@ def config_from_hf(content: Mapping[str, Any]) -> Qwen3Config:
 
 
 def config_to_hf(config: Qwen3Config) -> dict[str, Any]:
-    """Return a `config.json` of this shape."""
     own: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     if config.moe is not None:
         own = {

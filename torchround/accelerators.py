@@ -55,7 +55,6 @@ class AcceleratorKind:
         return module.device_count() if module is not None and module.is_available() else 0
 
     def card_name(self, index: int) -> str:
-        """Return the maker's name of a card, for the table of known cards."""
         return str(torch.get_device_module(self.name).get_device_name(index))
 
     def stream(self, device: torch.device, priority: int) -> torch.Stream:

@@ -34,7 +34,7 @@ PRODUCTS: Mapping[str, int] = MappingProxyType(
 )
 # An order of dimensions in memory, which is its own inverse; None is the usual one.
 Order = tuple[int, ...] | None
-# `[B, H, T, C]` lies in memory as `[B, T, H, C]`. T of the fp32 log-sum-exp behind it may be padded.
+# `[B, H, T, C]` is stored as `[B, T, H, C]`. T of the fp32 log-sum-exp behind it may be padded.
 _HEADS_INSIDE: tuple[Order, ...] = ((0, 2, 1, 3), None)
 # Attention kernels, and the order of each of their first results, which are kept. No caller uses dropout in a kernel, so the
 # state of random numbers behind them is never read.
@@ -79,10 +79,7 @@ def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
 
 
 def passing(function: Callable[..., Result], *args: Any) -> Result:
-    """Return `function(*args)`, whose values only the next `joined` of the same part reads.
-
-    They are not kept. A replay leaves the memory of its products as it is.
-    """
+    """Return `function(*args)`, read only by the next `joined` of the part: not kept. A replay leaves its memory as it is."""
     mode = None if torch.compiler.is_dynamo_compiling() else _thread.mode
     if mode is None:
         return function(*args)
@@ -94,10 +91,7 @@ def passing(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def joined(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Return `function(*args)`, one operation that joins what `passing` made. Its result is kept in their place.
-
-    Inside of another `passing` it is not kept either.
-    """
+    """Join results of `passing` in one operation, whose result is kept in their place, except inside another `passing`."""
     mode = None if torch.compiler.is_dynamo_compiling() else _thread.mode
     if mode is None:
         return function(*args)
@@ -131,10 +125,7 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
 
 
 def whole_record(names: Iterable[str]) -> ActivationRecord | None:
-    """Return the record of this thread if it records all these parts: a layer of one piece of code fills it as a whole.
-
-    Such a layer may leave it empty, and is then recomputed.
-    """
+    """Return this thread's record if it has all these parts; a layer of one piece fills it whole, or is recomputed."""
     active = _thread.active
     return active.record if isinstance(active, _Recording) and active.names.issuperset(names) else None
 
@@ -219,10 +210,7 @@ def _as_leaf(value: Any) -> Any:
 
 
 class _PartMode(TorchDispatchMode):
-    """Intercept the operations of named parts, below autograd.
-
-    `passes` is true inside of `passing`, `joins` until the operation of a `joined` has been seen.
-    """
+    """Mode that intercepts operations of named parts, below autograd. `joins` lasts until a `joined` operation is seen."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
@@ -253,7 +241,6 @@ class _PartMode(TorchDispatchMode):
         return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
     def of(self, name: str) -> "_PartMode":
-        """Return this mode, ready for the part `name`."""
         self.passes = self.joins = False
         self._is_attention = name == "attention"
         return self
@@ -295,7 +282,7 @@ class _PartMode(TorchDispatchMode):
 
 
 class _Recording(_PartMode):
-    """Compute every operation, and collect the results that are kept."""
+    """Mode that computes every operation, and collects the results that are kept."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
@@ -328,7 +315,7 @@ class _Recording(_PartMode):
 
 
 class _Replaying(_PartMode):
-    """Return kept tensors instead of running the operations that made them."""
+    """Mode that returns kept tensors instead of running the operations that made them."""
 
     def __init__(self, names: Iterable[str], tensors: Sequence[Tensor]) -> None:
         super().__init__(names)

@@ -31,7 +31,7 @@ Hidden = Any
 
 # The tensor of a Hugging Face file that holds a parameter, or several tensors that are stacked along a new first
 # dimension (one for each expert). In the nested form each entry of the stack is several tensors of one shape, joined along
-# their first dimension (gate and up of an expert). Read one after the other, they are the parameter as it lies in memory.
+# their first dimension (gate and up of an expert). Read one after the other, they are the parameter as it is in memory.
 HFTensors = str | tuple[str, ...] | tuple[tuple[str, ...], ...]
 # From `"<layer>.<parameter>"`, as the host store names a parameter, to its tensors.
 HFNames = dict[str, HFTensors]
@@ -222,10 +222,7 @@ def longest_document(document_ids: Tensor) -> int:
 def with_dropout_seeds(
     micro_batches: Sequence[MicroBatch], seed: int, step: int, numbers: Sequence[int] | None = None
 ) -> list[MicroBatch]:
-    """Give each micro-batch of a training step the number that its dropout masks are made from.
-
-    `numbers` are the micro-batches' numbers in the step, if they are not all of the step's.
-    """
+    """Give each micro-batch of a step the number of its dropout masks. `numbers` are theirs in the step, if not all."""
     first = (seed * 2**40 + step) * 2**20  # room for 2^20 micro-batches: no two steps of a run share a number
     numbers = range(len(micro_batches)) if numbers is None else numbers
     return [replace(m, dropout_seed=first + n) for m, n in zip(micro_batches, numbers, strict=True)]

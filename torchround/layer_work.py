@@ -98,8 +98,5 @@ class LayerWork:
 
     @property
     def backward_flops(self) -> float:
-        """FLOPs of the backward without recomputation.
-
-        A product's two gradients cost a forward each; a frozen weight needs no gradient of its own.
-        """
+        """FLOPs without recomputation: two gradients of a product at a forward each, one for a frozen weight."""
         return sum(2 * part.flops - part.frozen_flops for part in self.products)

@@ -37,10 +37,7 @@ COMPLETE = "the run is complete", 0
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A step under way: its future result, and the run's position after it.
-
-    `num_tokens` counts the tokens of its batch without padding, which its rate is made of.
-    """
+    """A step under way, and the run's position after it. `num_tokens` counts the tokens of its batch without padding."""
 
     result: StepResult
     position: RunPosition
@@ -49,10 +46,7 @@ class Dispatched:
 
 
 class Trainer:
-    """One run in its folder, from its start or from its newest checkpoint.
-
-    The constructor allocates, measures and reads nothing; `run` makes what a run needs, in time order.
-    """
+    """One run, from its start or newest checkpoint. The constructor does no work: `run` makes all in time order."""
 
     store: HostStore
     """All weights, gradients and optimizer state. `run` allocates it."""
@@ -152,10 +146,7 @@ class Trainer:
         self.store.initialize(model, seed, read, progress.advance)
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
-        """Train the steps that measure, plan again, train the others.
-
-        Returns why the run ended, and the exit code that says so.
-        """
+        """Train the steps that measure, plan again, train the others. Returns why the run ended, and the exit code."""
         parts, first, total_steps = self._parts, self._position.step, self._total_steps
         plan, machines = parts.plan, self._machines
         measure_steps = self.config.engine.measure_steps if parts.question.given is None else 0
@@ -335,10 +326,7 @@ class Trainer:
     # What is known of a step is reported once it is done: the devices compute the next one meanwhile.
 
     def _report(self, leave: int, loss: float | None = None, samples: Sequence[PromptSample] = ()) -> None:
-        """Wait for all but the newest `leave` steps, and log those that are due.
-
-        A validation after the newest step gave `loss` and `samples`, which are logged with it.
-        """
+        """Wait for all but the newest `leave` steps, and log those that are due, the newest with `loss` and `samples`."""
         while len(self._under_way) > leave:
             done = self._under_way[0]
             step = done.position.step
@@ -365,10 +353,7 @@ class Trainer:
             self._metrics.log(record if self._is_faulty else self._machines.merged(record))
 
     def _report_finished(self, updates: int) -> None:
-        """After a fault, report the steps up to number `updates`, as far as their figures are still there.
-
-        Never raises: the caller then saves what the fault left.
-        """
+        """Report steps up to `updates` after a fault, as far as figures exist. Never raises: the caller saves next."""
         self._is_faulty = True
         try:
             self._report(leave=sum(step.position.step > updates for step in self._under_way))

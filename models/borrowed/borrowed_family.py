@@ -35,10 +35,7 @@ NAME = "transformers"
 
 @dataclass(frozen=True)
 class BorrowedConfig:
-    """The `config.json` of a borrowed model as it is, and the facts that the program asks for.
-
-    `known_positions` as in `TransformerConfig`.
-    """
+    """The `config.json` of a borrowed model, and facts of it for the program. `known_positions` as in `TransformerConfig`."""
 
     content: Mapping[str, Any] = field(repr=False)
     vocab_size: int
@@ -77,7 +74,6 @@ class BorrowedFamily:
         )
 
     def config_to_hf(self, config: BorrowedConfig) -> dict[str, Any]:
-        """Return the `config.json` that the model came with."""
         return dict(config.content)
 
     def config_from_flavor(self, *_: Any, **__: Any) -> BorrowedConfig:

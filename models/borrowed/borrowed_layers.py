@@ -30,10 +30,7 @@ from torchround.models.common.loss import (
 
 
 class BorrowedLayer(nn.Module):
-    """A layer around `core`, a module of `transformers`, whose children and parameters it shares.
-
-    `initialiser` is the model's own method, which fills one module's parameters.
-    """
+    """A layer around `core` of `transformers`, sharing its children. `initialiser`, the model's own, fills one module."""
 
     # Compiled code cannot look into the calls that transformers chooses while it runs.
     never_compiled = True
@@ -66,16 +63,12 @@ class BorrowedLayer(nn.Module):
         self.init_adapters(generator)
 
     def init_adapters(self, generator: torch.Generator) -> None:
-        """Fill the low-rank adapters alone, if there are any."""
         for module in self.modules():
             if isinstance(module, Adaptable):
                 module.init_adapters(generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost of the layer by running it without memory, once for each shape and kind of layer.
-
-        Raises `ModelConfigError` for sequences that are longer than the model allows.
-        """
+        """Count the cost by a run without memory, once per shape and kind of layer. Raises `ModelConfigError` if too long."""
         if self.longest is not None and tokens > self.longest:
             assert self.shell.longest is not None, "it says why there is a limit"
             raise ModelConfigError(
@@ -106,10 +99,7 @@ class BorrowedEmbedding(BorrowedLayer):
 
 
 class BorrowedBlock(BorrowedLayer):
-    """Block `index` of the body; `[B, T, D]` in and out.
-
-    A block that has no mask between documents runs each document of a sequence by itself (`alone`).
-    """
+    """Block `index`, `[B, T, D]` in and out. With `alone` it has no document mask, and runs each document by itself."""
 
     def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any, index: int) -> None:
         super().__init__(anatomy.body.get_submodule(f"{anatomy.blocks}.{index}"), shell, initialiser)

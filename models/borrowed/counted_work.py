@@ -158,7 +158,6 @@ def fake_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def call_with(module: nn.Module, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call `module` with other parameters."""
     return functional_call(module, dict(parameters), args, kwargs)
 
 

@@ -135,10 +135,7 @@ class Shell(nn.Module):
         return self._once(key, micro_batch, lambda: self.calls(hidden, micro_batch.positions))
 
     def calls_by_document(self, hidden: Tensor, micro_batch: MicroBatch) -> list[DocumentCalls]:
-        """Return the arguments of each block for each document by itself, as `calls_of` does.
-
-        Waits for the device, to read where documents begin.
-        """
+        """Return the arguments of each block for each document by itself. Waits for the device, to find the documents."""
         hidden, positions = hidden.detach(), micro_batch.positions
 
         def make() -> list[DocumentCalls]:
@@ -223,10 +220,7 @@ class Shell(nn.Module):
 def hollow(
     body: nn.Module, blocks: str, entries: int, calls: Recorded, used: Collection[str] = ()
 ) -> nn.Module:
-    """Return a copy of `body` with recorders in place of its blocks.
-
-    Other modules with parameters get stand-ins, except for those that `used` names.
-    """
+    """Copy `body` with recorders in place of blocks, and stand-ins for modules with parameters, except those `used`."""
     recorders = [Recorder(block, calls, entries) for block in body.get_submodule(blocks).children()]
     places: dict[str, nn.Module] = {blocks: nn.ModuleList(recorders)}
     for name, child in body.named_children():

@@ -195,7 +195,6 @@ def choose_kernel(
 
 
 def documents_of(micro_batch: MicroBatch) -> Documents:
-    """Return the documents of a micro-batch with all that is known of them."""
     facts = micro_batch.max_documents, micro_batch.longest_document
     return Documents(micro_batch.document_ids, *facts, micro_batch.once)
 
@@ -261,10 +260,7 @@ def _attend_under_mask(
 
 
 def attention_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return `[B, 1, T, T]` to add to scores: 0 if token t may look at token s, otherwise minus infinity.
-
-    It may if s <= t, both are of one document, and t - s < window.
-    """
+    """Make `[B, 1, T, T]` for scores: 0 if s <= t, t - s < window and both are of one document, otherwise -inf."""
     allowed = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()  # [B, 1, T, T]
     if window is not None:
         allowed = allowed.triu(1 - window)

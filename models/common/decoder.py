@@ -86,7 +86,6 @@ def attention_maker(
     sinks: bool = False,
     window: int | None = None,
 ) -> Callable[[int], Attention]:
-    """Return a maker of attention with the config's heads and rotations, for `BlockSettings`."""
     return partial(
         Attention,
         num_heads=config.num_heads,
@@ -153,11 +152,9 @@ class Block(nn.Module):
         return (stream, *loads) if loads else stream
 
     def new_cache(self, capacity: int) -> KeysAndValues:
-        """Return room for the keys and values of up to `capacity` tokens of each sequence."""
         return KeysAndValues(capacity)
 
     def cache_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
-        """Return the memory that keys and values of `batch` sequences of `tokens` tokens take."""
         return 2 * batch * tokens * self.attention.num_kv_heads * self.attention.head_dim * element_bytes
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -90,7 +90,6 @@ class Family(Generic[Config]):
         return FolderNames(self.hf_names(config), frozenset(redundant))
 
     def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
-        """Return a flavor's config with the tokenizer's vocabulary size and any other fields replaced."""
         if name not in self.flavors:
             raise ModelConfigError(
                 f"unknown {self.name} flavor {name!r}; known: {', '.join(sorted(self.flavors))}"

@@ -93,10 +93,7 @@ class MoEShape:
 
 
 class MoE(nn.Module):
-    """A router and its experts.
-
-    `make_experts(hidden_size, num_experts, ffn_size)` makes the kind of experts that the family has.
-    """
+    """A router and its experts, which `make_experts(hidden_size, num_experts, ffn_size)` makes as the family has them."""
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ class KeysAndValues:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that it holds."""
         return sum(0 if held is None else held.nbytes for held in (self._keys, self._values))
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +39,6 @@ class KeysAndValues:
         return self._keys[:, : self.length], self._values[:, : self.length]
 
     def clear(self) -> None:
-        """Drop the memory."""
         self._keys = self._values = None
 
     def _extended(self, held: Tensor | None, new: Tensor, start: int) -> Tensor:
@@ -56,7 +54,7 @@ class KeysAndValues:
 def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype, once: Once) -> Tensor:
     """Return `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
 
-    `positions [B, T]` say how many tokens of its document come before each of them; nothing but padding lies before
+    `positions [B, T]` say how many tokens of its document come before each of them; only padding comes before
     those. With a `window` a token sees itself and the `window - 1` before it. All blocks of the same window share one
     mask by `once`.
     """
@@ -74,10 +72,7 @@ def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.d
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 for an allowed pair of `[B, 1, T, S]`, otherwise minus infinity.
-
-    Rows are padded in memory to 16 elements, as CUDA kernels want them.
-    """
+    """Return 0 for allowed pairs `[B, 1, T, S]`, else -inf, in rows padded to 16 elements, as CUDA kernels want them."""
     *rows, length = allowed.shape
     mask = torch.zeros((*rows, length + -length % 16), dtype=dtype, device=allowed.device)[..., :length]
     return mask.masked_fill_(~allowed, -torch.inf)

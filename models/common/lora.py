@@ -38,10 +38,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class LoraShape:
-    """The settings of all adapters of a run.
-
-    `targets` are the last parts of Hugging Face module names, as in PEFT's `target_modules`.
-    """
+    """The settings of all adapters. `targets` are last parts of module names, as in PEFT's `target_modules`."""
 
     rank: int
     alpha: float
@@ -224,10 +221,7 @@ def adapter_names(model: LayeredModel, names: HFNames) -> HFNames:
 
 
 def adapter_pairs(adapters: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Map each adapted parameter to the names of its A and B, from the names of parameters.
-
-    `<path>.lora_a` is of `<path>.weight`, `<path>.gate_lora_a` of `<path>.gate`.
-    """
+    """Map each adapted `<path>.weight` to `<path>.lora_a` and `lora_b`, and `<path>.gate` to `<path>.gate_lora_a` and `_b`."""
     stems = [name.removesuffix("lora_a") for name in adapters if name.endswith("lora_a")]
     return {
         stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight": (f"{stem}lora_a", f"{stem}lora_b")

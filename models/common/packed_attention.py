@@ -54,10 +54,7 @@ def attend_by_offsets(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute `[B, T, H, C]` from a query of that shape, key and value `[B, T, K, C]`; the rest is as in `attend`.
-
-    Works on CUDA in 16 bits only.
-    """
+    """Compute `attend` for `[B, T, H, C]` from key and value `[B, T, K, C]`. Works on CUDA in 16 bits only."""
     flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [B, T, ..] -> [N, H or K, C]
     ids, bound, longest, once = documents
     if not isinstance(bound, int):

@@ -39,7 +39,6 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x.flatten(0, -2), self.weight, self.eps).view_as(x)
 
     def init_weights(self) -> None:
-        """Set the weight to 1."""
         with torch.no_grad():
             self.weight.fill_(1.0)
 

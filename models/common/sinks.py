@@ -25,19 +25,13 @@ def attend_with_sinks(
 
 
 def add_sinks(log_sums: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the share that each output keeps, and the log-sum-exp with the sink in it.
-
-    All are fp32; the sinks' `scores` must broadcast to `log_sums`.
-    """
+    """Return the share that each output keeps, and the log-sum-exp with the sink. All fp32; `scores` must broadcast."""
     with_sinks = torch.logaddexp(log_sums, scores)
     return (log_sums - with_sinks).exp(), with_sinks
 
 
 def sink_gradient(moved: Tensor, log_sums: Tensor, scores: Tensor) -> Tensor:
-    """Return each query's part of a sink's gradient.
-
-    `moved` is the gradient of the output times the output, summed over channels. `log_sums` has the sink in it.
-    """
+    """Return each query's part of a sink's gradient. `moved` is grad times output, summed over C; `log_sums` has the sink."""
     return -((scores - log_sums).exp() * moved)
 
 

@@ -43,7 +43,6 @@ class GptOssConfig(TransformerConfig):
 
 
 def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
-    """Read the content of a `config.json` with `model_type` gpt_oss."""
     hf = HFConfig(content, MODEL_TYPES, **FIXED)
     fields = hf.transformer_fields()
     hf.expect("layer_types", _layer_types(fields["num_layers"]))
@@ -58,7 +57,6 @@ def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
 
 
 def config_to_hf(config: GptOssConfig) -> dict[str, Any]:
-    """Return a `config.json` of this shape."""
     return {
         "model_type": "gpt_oss",
         "architectures": ["GptOssForCausalLM"],

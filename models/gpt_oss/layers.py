@@ -48,7 +48,6 @@ BIAS_COLUMNS = 1024  # of the gradients of biases that are added up at once
 
 
 def block_settings(config: GptOssConfig) -> list[BlockSettings]:
-    """Return the settings of each block: they differ in the window."""
     experts = partial(GptOssExperts, limit=config.swiglu_limit, alpha=config.swiglu_alpha)
     return [
         BlockSettings(

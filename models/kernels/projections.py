@@ -74,7 +74,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd hands out the leaves themselves, with the gradients that the engine gave them.
+        # Autograd returns the leaves themselves, with the gradients that the engine gave them.
         x, *weights = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad
         inputs, grad_x, found = x.flatten(0, -2), None, []  # inputs [N, A]

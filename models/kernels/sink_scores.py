@@ -15,10 +15,7 @@ MOST_PARTIALS = 512  # programs of a backward; each adds up its own tokens
 
 
 def tokens_each(tokens: int) -> int:
-    """Return how many tokens' gradients one program adds up.
-
-    It depends on the number of tokens alone, so equal runs add up in the same order on every card.
-    """
+    """Return how many tokens' gradients one program adds up, by `tokens` alone: equal runs add alike on every card."""
     return max(1, -(-tokens // MOST_PARTIALS))
 
 

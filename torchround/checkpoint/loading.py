@@ -114,10 +114,7 @@ def load_checkpoint(
 def _differences(
     stored: Layout, wanted: Layout, elsewhere: Collection[str], optional: Callable[[str], bool]
 ) -> str:
-    """Return how the stored tensors differ from the wanted ones; "" if they do not.
-
-    Stored tensors that are wanted `elsewhere`, on any machine, are no difference.
-    """
+    """Describe how stored and wanted tensors differ; empty if not. One that is wanted `elsewhere` is no difference."""
 
     def show(name: str, layout: Layout) -> str:
         dtype, shape = layout[name]
@@ -170,10 +167,7 @@ def together(
     what: str,
     state: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Do `work` on all machines, and return what it returned on each. All raise the first machine's error.
-
-    `state` goes with an error about another model.
-    """
+    """Return what `work` returned on each machine; all raise the first error. `state`: for an error about another model."""
 
     def failed(kind: type[FolderError], reason: str) -> FolderError:
         if kind is ForeignCheckpointError:

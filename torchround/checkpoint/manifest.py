@@ -39,8 +39,6 @@ _FILE_NAME = re.compile(r"state\.json|tensors-\d{5,}\.safetensors")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of one file of the checkpoint."""
-
     size_bytes: int
     checksum: str
 

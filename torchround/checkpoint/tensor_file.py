@@ -165,10 +165,7 @@ def plan_files(
 def write_tensor_file(
     path: Path, file: TensorFile, watch: SaveWatch, advance: Callable[[int], object] = lambda nbytes: None
 ) -> str:
-    """Write `file` as the new file `path`, synced to the disk. Returns its checksum.
-
-    `advance` receives the number of bytes of each write.
-    """
+    """Write `file` as the new file `path`, synced to the disk. Returns its checksum. `advance` receives bytes written."""
     # Unbuffered: a buffer would only copy. Each write may transfer a part.
     with open(path, "xb", buffering=0) as out:
         one_pass = UncachedPass(out.fileno())

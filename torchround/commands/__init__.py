@@ -35,7 +35,6 @@ class CommandError(Exception):
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return an empty parser of a command line. The help shows the description as it is written."""
     shown = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=shown, allow_abbrev=False)
 

@@ -1,7 +1,4 @@
-"""The model that a config asks for, and its weights in a Hugging Face folder or in a checkpoint.
-
-Every command builds them here.
-"""
+"""The model that a config asks for, and its weights in a Hugging Face folder or a checkpoint, for every command."""
 
 import logging
 import signal

@@ -97,10 +97,7 @@ def question_of(
 
 
 def known_vocab_size(options: Options) -> int | None:
-    """Return the size of the run's vocabulary; None if its tokenizer is not on this machine, as a plan needs no download.
-
-    Raises `TokenizerError` for a tokenizer that is here but cannot be read: a run would refuse it too.
-    """
+    """Return the vocabulary's size; None if the tokenizer is not here: a plan downloads nothing. Raises `TokenizerError`."""
     try:
         return build_tokenizer(options.config.tokenizer, options.config.model.hf_path).vocab_size
     except MissingTokenizerError:

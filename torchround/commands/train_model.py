@@ -192,10 +192,7 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
 
 
 def dry_run(options: Options) -> int:
-    """Print the run's plan with all that it needs. Raises the errors of `build`.
-
-    The plan is for the machines that the config names, otherwise for this one.
-    """
+    """Print the plan of the run on the machines of the config, otherwise on this one. Raises the errors of `build`."""
     config = options.config
     named = None if config.machines.card is None else planned_hardware(options)
     parts = build(options, RunMachines(), planned_machines(config.machines), named)
@@ -230,7 +227,6 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
 
 
 def description(parts: RunParts) -> str:
-    """Describe the run for its user: what is trained, on what, with how much memory."""
     config, machines, host = parts.config, parts.machines, host_memory(parts.question, parts.plan)
     table, training = config.model, config.training
     name = table.flavor or table.hf_path or "of its own shape"
@@ -257,10 +253,7 @@ def description(parts: RunParts) -> str:
 
 
 def export_result(folder: RunFolder, config: Config) -> None:
-    """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`.
-
-    With `validation.keep_best`, the one with the lowest validation loss instead, if there is one.
-    """
+    """Export the newest checkpoint, or the best with `keep_best`, unless its folder exists. Raises `HFError`."""
     checkpointer = folder.checkpointer()
     step = best_of(kept_losses(checkpointer)) if config.validation.keep_best else None
     step = checkpointer.latest_step() if step is None else step

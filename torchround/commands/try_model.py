@@ -153,7 +153,6 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def print_score(options: argparse.Namespace, text: "ScoredText", found: Score) -> None:
-    """Print the perplexity of a text, with what it was counted over."""
     values = {
         "file": options.perplexity,
         "perplexity": perplexity(found.loss),

@@ -34,10 +34,7 @@ LEAST_SEQUENCES = 4  # of a group: fewer would leave much padding
 
 @dataclass(frozen=True)
 class WholeDocument:
-    """Inputs and labels `[n]` of a document, or of a part of one that fills a sequence.
-
-    `waited`: it was taken out of an earlier group, and must not wait again.
-    """
+    """Inputs and labels `[n]` of a document or part. `waited`: it comes from an earlier group, and must not wait again."""
 
     tokens: TokenIds
     labels: TokenIds
@@ -219,10 +216,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
 
 
 def _has_its_share(documents: int | None, begun: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Say whether a group has as many of a source's documents as it may, from the reader's progress there.
-
-    `documents` is the number in an epoch, or None if that is not known.
-    """
+    """Say whether a group has its share of a source's documents, from the reader's progress; None is an unknown number."""
     if documents is None and begun["epoch"]:
         documents = begun["drawn"] // begun["epoch"]
     if documents is None:  # in the first epoch, which then ends the group

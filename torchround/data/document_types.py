@@ -46,10 +46,7 @@ class MissingTokenizerError(TokenizerError):
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A part of a rendered conversation.
-
-    `text` is plain text, or the name of one special token if `special` is set. `learn`: its tokens are labels.
-    """
+    """A part of a rendered conversation: plain text, or a special token's name if `special`. `learn`: tokens are labels."""
 
     text: str
     learn: bool

@@ -243,7 +243,6 @@ def _plain(state: Any) -> Any:
 
 
 def mix_settings(data: DataTable, seed: int, validation: bool = False) -> MixSettings:
-    """Select the settings that fix the order of documents."""
     return MixSettings(
         [table.weight for table in data.sources],
         shuffle=data.shuffle,

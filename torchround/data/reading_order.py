@@ -50,10 +50,7 @@ class MixSettings:
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """A part of a document of source number `source`, and whether it is the first and the last part.
-
-    `special_tokens`: names of special tokens in its text are tokens.
-    """
+    """A part of a document of source number `source`. `special_tokens`: names of special tokens in its text are tokens."""
 
     content: Content
     source: int
@@ -182,10 +179,7 @@ class Reader(BaseNode[DocumentPiece]):
         self._source = None
 
     def _skip_bad(self, number: int, error: DataError) -> None:
-        """Count a record as bad. Raises `DataError` if its source has had too many of them.
-
-        The counts are part of the saved position, so a resumed run stops at the same record.
-        """
+        """Count a record as bad. Raises `DataError` after too many, at the same record in a resumed run."""
         progress, bound = self._progress[number], self._settings.max_bad_fraction
         progress.bad += 1
         # A small source would pass a small fraction with one bad record. The least number is one of each pass, because

@@ -197,7 +197,6 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         return sequence
 
     def _filled(self) -> Window:
-        """Return the current window with all of its sequences, in the order that they leave in."""
         window = self._current
         if not window.is_full:
             progress = Progress("packing sequences to shuffle", self._window_size)

@@ -36,7 +36,6 @@ class StepBatch:
     num_tokens: int
 
     def with_seeds(self, seed: int, step: int) -> list[MicroBatch]:
-        """Return the micro-batches with the dropout seeds of a run's seed and step: those of one machine's."""
         return with_dropout_seeds(self.micro_batches, seed, step, self.share.micro_batches)
 
 

@@ -22,8 +22,6 @@ LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread wa
 
 @dataclass(eq=False, repr=False, slots=True)
 class Flag:
-    """Something that happens once."""
-
     happened: bool = field(default=False, init=False)
     wakers: list[threading.Event] = field(default_factory=list, init=False)
 
@@ -132,10 +130,7 @@ class Board:
     def wait_for(
         self, flag: Flag, words: object, look: Callable[[], None] = lambda: None, every_s: float | None = None
     ) -> None:
-        """Wait until `flag` has happened, and call `look` every `every_s` seconds. Reports say `words`.
-
-        Raises `Stopped` if the engine stopped before.
-        """
+        """Wait until `flag` has happened; call `look` every `every_s` seconds. Reports say `words`. Raises `Stopped`."""
         if not flag.happened:
             waker = threading.Event()
             # Looking and registering under one lock: a flag that happens between the two would wake no thread.

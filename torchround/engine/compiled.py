@@ -273,10 +273,7 @@ def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
 
 
 class ReturnedTensor(NamedTuple):
-    """One tensor that a compiled forward returns, as a part of an input or of a piece of kept memory.
-
-    `source` is a position: inputs come first, then pieces of kept memory. `offset` is the first element in it.
-    """
+    """A returned tensor from element `offset` of `source`: an input, or after all inputs, a piece of kept memory."""
 
     source: int
     dtype: torch.dtype
@@ -305,10 +302,7 @@ class KeptForward:
         self._boxed_call = True  # PyTorch then gives the inputs as one list, which the code may empty
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the code, or return what it returned before if this thread replays.
-
-        Raises `KeptActivationError` for kept memory of other sizes.
-        """
+        """Run the code, or return its kept results in a replay. Raises `KeptActivationError` for memory of other sizes."""
         record, memory = keeping.whole_record(KEEPABLE), keeping.whole_replay()
         if memory:
             assert self._form is not None, "the rehearsal comes first, and does not replay"

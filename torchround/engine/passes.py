@@ -110,10 +110,7 @@ class Pass:
         self.updated = updated
 
     def version_read(self, bundle: Bundle, layer: int, task: StageTask) -> int:
-        """Choose the version of a bundle that a stage uploads for `layer`.
-
-        The forward of a step's first round reads the version before in its first `stale_layers` layers.
-        """
+        """Choose a version: in a step's first round, forwards of the first `stale_layers` layers read the one before."""
         # The host holds one version between steps: an older one of each bundle that one of those layers uses.
         first = layer if self.training else bundle.layers[0]
         is_early = task.stage.kind is StageKind.FORWARD and task.round == 0
@@ -122,10 +119,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class StageJob:
-    """A stage task of a pass, as a device gets it.
-
-    `uploads` and `parts` are, by layer and bundle, its accesses to device weights and to gradients.
-    """
+    """A stage task of a pass. `uploads` and `parts` are its accesses to weights and gradients, by layer and bundle."""
 
     task: StageTask
     pass_: Pass

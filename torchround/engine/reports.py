@@ -119,10 +119,7 @@ class StageReport:
 
 
 def layer_times(reports: Iterable[StageReport]) -> dict[tuple[str, int], list[float]]:
-    """Collect the seconds of each layer's spans, by their kind, for `measured_costs` (`planning/costs.py`).
-
-    Each span is one layer's: the engine `times_layers`, or its stages have one layer each.
-    """
+    """Collect the seconds of each layer's spans by kind, for `measured_costs`. Each span must be of one layer."""
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in (span for report in reports for span in report.spans):
         assert len(span.layers) == 1, f"a span of {span.layers} says nothing about single layers"

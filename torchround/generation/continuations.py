@@ -64,15 +64,11 @@ class DecodingCache:
 
 
 def can_decode(layers: Sequence[nn.Module]) -> bool:
-    """Return whether all layers between the first and the last remember earlier tokens.
-
-    A first layer looks tokens up, and a last one makes logits of one position.
-    """
+    """Return whether the inner layers remember earlier tokens. The first looks tokens up, the last takes one position."""
     return all(map(_remembers, layers[1:-1]))
 
 
 def sequence_bytes(layers: Sequence[nn.Module], tokens: int, element_bytes: int) -> list[int]:
-    """Return, by layer, the device memory that a sequence of `tokens` tokens takes."""
     return [
         int(layer.cache_bytes(1, tokens, element_bytes)) if _remembers(layer) else 0  # type: ignore[operator]
         for layer in layers
@@ -124,8 +120,6 @@ def generate(
 
 @dataclass
 class _Sequence:
-    """A prompt and its continuation so far."""
-
     tokens: list[int]
     draws: torch.Generator | None
     continuation: list[int] = field(default_factory=list)

@@ -39,10 +39,7 @@ def inference_store(
     devices: Sequence[Device],
     mapped: Mapping[str, Sequence[FileTensor]] | None = None,
 ) -> HostStore:
-    """Freeze the model, and return a store of its device weights alone, to be filled by `HostStore.weights`.
-
-    `mapped` are the weights that stay in files, as in `HostStore`.
-    """
+    """Freeze the model, and return a store of device weights, to fill by `HostStore.weights`. `mapped` as in `HostStore`."""
     for layer in model.layers:
         layer.requires_grad_(False)
     pinned = any(device.pins_host_memory for device in devices)
@@ -68,10 +65,7 @@ class Score:
 
 
 def score(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> Score:
-    """Add up the token losses of batches of micro-batches, in fp64 and in their order.
-
-    The next batch is under way while the losses of one are read.
-    """
+    """Add up token losses in fp64 in their order. The next batch runs while the losses of one are read."""
     loss_sum, num_labels = 0.0, 0
     results = map(engine.evaluate, batches)
     for result, _ in pairwise(chain(results, (None,))):
@@ -130,7 +124,6 @@ class TextEngine:
         return score(self.engine, batches)
 
     def close(self) -> None:
-        """End the engine's threads and give up its memory."""
         self.engine.close()
 
     def __enter__(self) -> "TextEngine":  # noqa: PYI034  (typing.Self needs Python 3.11)

@@ -51,10 +51,7 @@ class Sampling:
 
 
 def choose_token(logits: Tensor, sampling: Sampling, draws: torch.Generator | None) -> int:
-    """Return the next token for logits `[V]` on the host. `draws` is the sequence's generator.
-
-    Raises `ValueError` if a logit is not a number.
-    """
+    """Choose the next token for logits `[V]` on the host, by the sequence's `draws`. Raises `ValueError` for NaN."""
     if logits.isnan().any():
         raise ValueError("the model's logits are not numbers (NaN)")
     if draws is None:

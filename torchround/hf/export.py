@@ -143,10 +143,7 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     single_file: str = SINGLE_FILE,
 ) -> list[str]:
-    """Write one file, or several of at most `shard_bytes` (a larger tensor gets its own) and an index.
-
-    Returns the names of the files with tensors.
-    """
+    """Write files of at most `shard_bytes` (a larger tensor gets its own), and an index if several. Returns their names."""
     shards = _shards(tensors, shard_bytes)
     where: dict[str, str] = {}
     with TensorFiles() as files:

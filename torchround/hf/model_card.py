@@ -20,10 +20,7 @@ CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says: the run's configuration, its `step` and its labels so far.
-
-    `base` is the folder that the run started from, `base_name` what the base's `config.json` calls it.
-    """
+    """Facts of a card: the configuration, `step`, labels so far, base folder, and the base's name in its `config.json`."""
 
     run: Mapping[str, Any]
     step: int

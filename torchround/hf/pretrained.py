@@ -148,7 +148,6 @@ class PretrainedWeights:
         return mapped
 
     def stored_tensors(self) -> Mapping[str, StoredTensor]:
-        """Return every tensor of the folder by its name there."""
         return self._tensors
 
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -242,10 +241,7 @@ def _parts(tensors: HFTensors, view: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _quantised_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes of blocks and scales of a 16-bit tensor `[E, inputs, outputs]`.
-
-    Returns impossible shapes if 32 does not divide the inputs, so that the check fails.
-    """
+    """Return the shapes of blocks and scales of `[E, inputs, outputs]`; impossible ones unless 32 divides the inputs."""
     if len(shape) != 3 or shape[1] % BLOCK:
         return [(), ()]
     groups = (shape[0], shape[2], shape[1] // BLOCK)

@@ -45,10 +45,7 @@ class HFError(Exception):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file: its bytes are `[begin, begin + nbytes)` of `path`.
-
-    `dtype` is None if torchround does not read the type that `dtype_name` names.
-    """
+    """A tensor in bytes `[begin, begin + nbytes)` of the file `path`. `dtype` is None if `dtype_name` is not supported."""
 
     name: str
     path: Path
@@ -73,10 +70,7 @@ class StoredTensor:
 
 
 def read_folder(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, StoredTensor]:
-    """Find every tensor by name, in `single_file` or in the index's files. Reads headers only.
-
-    Raises `HFError` for files that are missing, truncated or not safetensors.
-    """
+    """Find tensors by name in `single_file` or the index's files. Reads headers only. Raises `HFError` for bad files."""
     tensors: dict[str, StoredTensor] = {}
     for path in _files(folder, single_file):
         for name, tensor in read_header(path).items():

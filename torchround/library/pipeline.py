@@ -240,10 +240,7 @@ class Pipeline:
         return self._engine
 
     def _cut(self, layers: Sequence[LayerCost], batches: Sequence[SampleBatch]) -> Partition:
-        """Return the stages that are fastest by the measured costs. Raises `EngineUsageError` if none fit.
-
-        Costs are of the first micro-batch, which is one of the longest.
-        """
+        """Return the fastest stages by the costs of the first (longest) micro-batch. Raises `EngineUsageError` if none fit."""
         hop_s = ASSUMED_DEVICE.hop_s(max(layer.boundary_bytes for layer in layers))
         costs = Costs(tuple(layers), hop_s, parameter_counts(self.store.bundles).shared_layers)
         device_bytes, size = self._hardware.device_bytes, self.store.gradient_dtype.itemsize

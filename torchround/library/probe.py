@@ -71,10 +71,7 @@ def _with_weights(layer: ModuleLayer, index: int, store: HostStore) -> ModuleLay
 def _probe_layer(
     shell: ModuleLayer, layer: ModuleLayer, batch: SampleBatch, hidden: Any
 ) -> tuple[Any, LayerCost]:
-    """Check and measure `layer`, and note in `shell` what was found. Returns its output and its costs.
-
-    A tensor of `hidden` requires a gradient if it does in a plain loop.
-    """
+    """Check and measure `layer`, and note findings in `shell`. `hidden` requires gradients as in a plain loop."""
     layer.use_modes(batch.is_training)
     trained = [part for part in (*layer.parameters(), *tensors_of(hidden)) if part.requires_grad]
     before, watch = _state(layer.module, hidden, batch), _Watch()

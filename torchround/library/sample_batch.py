@@ -63,12 +63,10 @@ class SampleBatch:
         return None  # `cut` has checked the batch
 
     def inputs_and_labels(self) -> tuple[Any, Any]:
-        """Return inputs and labels as the user gave them, for this micro-batch."""
         inputs, labels = unflatten(self.parts, self.structure)
         return inputs, labels
 
     def layer_seed(self, offset: int = 0) -> int:
-        """Return the seed of the layer's random numbers, or of the layer `offset` places on."""
         return layer_seed(self.seed, self.call, self.micro_batch, self.layer + offset)
 
 
@@ -101,7 +99,6 @@ def cut(
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """List the tensors in a nested structure."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

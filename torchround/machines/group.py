@@ -80,20 +80,14 @@ class Machine:
 
 
 class Channel:
-    """A thread's way to learn a value of each machine. All machines must gather the same number of times.
-
-    A channel has a gloo `group` of its own, so threads that gather at the same time never mix their values.
-    """
+    """A thread's way to gather values of all machines, all equally often. Its own gloo `group` keeps threads apart."""
 
     def __init__(self, group: ProcessGroup, machines: "MachineGroup") -> None:
         self._group = group
         self._machines = machines
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Return each machine's value, which JSON can write, in the order of ranks, once every machine has given its own.
-
-        `what` names it in messages: "the losses of step 12". Raises MachineError if a machine is lost meanwhile.
-        """
+        """Gather each machine's JSON value by rank. `what` names it in messages. Raises MachineError if one is lost."""
         text = json.dumps(value).encode()
         try:
             lengths = [int(length) for length in self._exchange(torch.tensor([len(text)]))]
@@ -184,10 +178,7 @@ class MachineGroup:
             call(fault)
 
     def explain(self, error: Exception, peer: int | None, waited_for: str) -> MachineError:
-        """Find the named fault behind an error of gloo within a few beats, and end the group.
-
-        `peer` is the machine that this one waited for, None if that was all of them.
-        """
+        """Find the fault behind a gloo error within a few beats, and end the group. `peer` None: it waited for all."""
         if isinstance(error, MessageError):  # the connection works: nothing of the peer is lost
             assert peer is not None, "only a link reads messages"
             found = self._liveness.report(

@@ -83,10 +83,7 @@ class Link:
             pass
 
     def chunks(self, numel: int, dtype: torch.dtype, what: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the next message of `numel` elements as (index of the first, values), in order.
-
-        Values are in staging memory and valid until the next ones are asked for. The next chunks arrive meanwhile.
-        """
+        """Yield (index, values) of the next message in order; values are valid until the next, while more chunks arrive."""
         nbytes = numel * dtype.itemsize
         staged = min(nbytes, STAGED_CHUNKS * CHUNK_BYTES)
         if self._staging.numel() < staged:

@@ -31,10 +31,7 @@ class MachineFault:
 
 
 class SilenceClock:
-    """How long each machine has been silent, in time during which this machine itself ran.
-
-    A single observation counts as two beats at most: a process that was stopped for hours knows nothing about the others.
-    """
+    """Each machine's silence while this one ran. An observation counts as two beats at most: this one may have been stopped."""
 
     def __init__(self, num_machines: int, beat_s: float, now_s: float) -> None:
         self.silent_s = [0.0] * num_machines
@@ -52,10 +49,7 @@ class SilenceClock:
 
 
 class Liveness:
-    """Two threads: one talks to the store, the other calls `on_fault`, once, when a machine has failed or is silent.
-
-    They are two because a call of the store can block for as long as its network is down.
-    """
+    """Two threads, as the store may block: one talks to it, one calls `on_fault` once if a machine failed or is silent."""
 
     def __init__(
         self,

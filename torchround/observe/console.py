@@ -40,7 +40,6 @@ class ConsoleReport:
         self._seen = deque([(resumed_step, clock())], maxlen=_ETA_LINES)
 
     def log(self, record: StepRecord) -> None:
-        """Print the record's line and flush it."""
         self._seen.append((record.step, self._clock()))
         parts = line_parts(record, self.total_steps, self._left_s(record))
         # Asked for each line, because the window of a terminal may have another size by then.

@@ -164,10 +164,7 @@ def perplexity(loss: float) -> float:
 
 
 def host_gib() -> float:
-    """Return this process's resident memory in GiB (2^30 bytes), pinned buffers and shared libraries included.
-
-    If the process may open no further file, it cannot be read, and the peak takes its place.
-    """
+    """Return the resident memory in GiB (2^30 bytes), pinned and shared included; the peak if no file can be opened."""
     try:
         return float(psutil.Process().memory_info().rss) / 2**30
     except OSError:
@@ -175,5 +172,4 @@ def host_gib() -> float:
 
 
 def host_peak_gib() -> float:
-    """Return the most that `host_gib` has been in this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # the system counts in KiB

@@ -75,7 +75,6 @@ class Curve:
         self.steps, self.values = array("q"), array("d")
 
     def add(self, step: int, value: float) -> None:
-        """Add the value of a later step."""
         self.steps.append(step)
         self.values.append(value)
 
@@ -97,10 +96,7 @@ class NoStepError(ValueError):
 
 
 def draw_pictures(folder: Path) -> None:
-    """Draw `loss.png` and `page.html` in the folder of a run that has ended. Never raises: a failure is one warning.
-
-    A run without a logged step gets neither.
-    """
+    """Draw `loss.png` and `page.html` of a run that has ended and logged a step. Never raises: a failure is one warning."""
     for name, draw in {PICTURE_FILE: draw_losses, PAGE_FILE: write_page}.items():
         try:
             draw([folder], folder / name)
@@ -136,10 +132,7 @@ def draw_losses(folders: Sequence[Path], picture: Path) -> None:
 
 
 def write_page(folders: Sequence[Path], output: Path) -> None:
-    """Write the page of one or several runs.
-
-    Raises `NoStepError` if no run has logged a step, and `OSError` for a folder without metrics or if the disk fails.
-    """
+    """Write the runs' page. Raises `NoStepError` if no step is logged, `OSError` without metrics or if the disk fails."""
     write_whole(output, page_text(_read_runs(folders)))
 
 
@@ -158,7 +151,6 @@ def _read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of runs that `read_run` returned."""
     page = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
     script = Path(__file__).with_name("run_page.js").read_text(encoding="utf-8")
     given = [run["settings"] for run in runs if run["settings"]]

@@ -51,10 +51,7 @@ class WandbLogger:
         self.run_id = str(self._run.id)
 
     def log(self, record: StepRecord) -> None:
-        """Hand the record to the library, which sends it from its own process.
-
-        Each device's figure is a curve of its own, such as `engine/busy_s/0`. The continuations of a step are a table.
-        """
+        """Pass the record to the library's process. Each device's figure is a curve, continuations are a table."""
         values: dict[str, Any] = dict(_curves("", record.as_dict()))
         if record.samples:
             from wandb import Table
@@ -64,7 +61,6 @@ class WandbLogger:
         self._run.log(values)
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 

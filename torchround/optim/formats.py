@@ -31,10 +31,7 @@ SIGNED_SPAN = 254.0
 
 @dataclass(frozen=True)
 class StateValue:
-    """A number that an update rule keeps for each element of a parameter, fp32 as the arithmetic sees it.
-
-    `name` is the checkpoint's prefix, `exp_avg/<parameter>`. A value that is never negative is not `is_signed`.
-    """
+    """A number of each element, fp32 in arithmetic. `name` is the checkpoint's prefix; never negative: not `is_signed`."""
 
     name: str
     is_signed: bool = True

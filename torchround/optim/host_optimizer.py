@@ -37,10 +37,7 @@ class HostOptimizer:
         self._lock = threading.Lock()
 
     def bind(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Make the optimizer for these weights. For the weights that it has already, it stays as it is.
-
-        Raises `HostOptimizerError` for other weights, and for an optimizer of others.
-        """
+        """Make the optimizer for these weights, once. Raises `HostOptimizerError` for other weights or parameters."""
         if self._working is not None:
             ours = [(name, parameter.data_ptr()) for name, parameter in self._parameters.items()]
             if ours != [(name, weight.data_ptr()) for name, weight in weights]:
@@ -64,10 +61,7 @@ class HostOptimizer:
         return self._shown
 
     def hyperparameters(self, lr: float | None = None) -> Hyperparameters:
-        """Return copies of all groups' hyperparameters for a step; with `lr`, this learning rate in each group.
-
-        Raises `HostOptimizerError` if the groups have other parameters than at the beginning.
-        """
+        """Copy the groups' hyperparameters, with `lr` in each. Raises `HostOptimizerError` if their parameters changed."""
         if self._working is None:
             return []
         if _members(self.optimizer) != _members(self._working):

@@ -155,10 +155,7 @@ class RangeThreads:
         self._pool = ThreadPoolExecutor(max(self._others, 1), thread_name_prefix="torchround update")
 
     def run(self, length: int, unit: int, work: RangeWork) -> None:
-        """Let the threads do the work on `[0, length)`, and return when all of it is done.
-
-        At most one thread works for each `unit` elements.
-        """
+        """Let the threads do the work on `[0, length)`, one at most for each `unit` elements; return when it is done."""
         following, futures = ctypes.c_int64(), list[Future[None]]()
         try:
             # A limit on the number of processes may refuse a thread. The others then do its work.

@@ -70,10 +70,7 @@ class UpdateRule(ABC):
         raise TypeError(f"{type(self).__name__} cannot predict a step from its values")
 
     def look_ahead(self, values: Tensors, gradient: Tensor, numbers: Tensors) -> Tensor:
-        """Return what devices turn into the direction, as a fresh fp32 tensor. The values stay as they are.
-
-        The learning rate is not known yet: numbers that depend on it are not to be read.
-        """
+        """Return what devices turn into the direction, fresh fp32. `numbers` that depend on the rate must not be read."""
         raise TypeError(f"{type(self).__name__} uses no direction")
 
 

@@ -56,10 +56,7 @@ def clip_scale(total_norm: float | Tensor, max_norm: float) -> float:
 
 
 def layer_max_norm(max_norm: float, numel: int, all_numel: int) -> float:
-    """Return the part of `max_norm` that a layer of `numel` of `all_numel` parameters gets: their squares add up to it.
-
-    Layers whose elements are alike are then clipped alike, whatever their sizes.
-    """
+    """Share `max_norm` by root of size: squares add up to it, and layers of like elements are clipped alike."""
     return max_norm * math.sqrt(numel / all_numel)
 
 

@@ -142,7 +142,6 @@ def find_device(name: str) -> DeviceSpec | None:
 
 
 def device_names() -> tuple[str, ...]:
-    """List the names that `find_device` knows, for messages."""
     return tuple(device.name for device in DEVICES)
 
 

@@ -54,7 +54,7 @@ class LayerCost:
       step (`run_jobs` in `step_time.py`).
     - `job_slot_bytes`, `job_scratch_bytes`: device memory of such a job, for copies and while it computes.
     - `keepable`: parts whose results can be kept from the forward, so that a backward stage does not recompute them.
-    - `kept`: names of those that are kept if the layer lies in a backward stage.
+    - `kept`: names of those that are kept if the layer is in a backward stage.
     - `keeps_whole`: whether the layer keeps all of them or nothing, as a compiled layer does.
     """
 
@@ -87,7 +87,6 @@ class LayerCost:
 
     @property
     def compute_bytes(self) -> int:
-        """Return the memory of a device that one call of the layer takes."""
         return self.activation_bytes + self.workspace_bytes
 
     @property
@@ -102,7 +101,6 @@ class LayerCost:
 
     @property
     def recompute_s(self) -> float:
-        """Return the seconds of one recomputation in a backward stage."""
         return self.forward_s - self.saved_s
 
     def timed(self, forward_s: float, backward_s: float) -> "LayerCost":
@@ -291,5 +289,4 @@ class ParameterCounts:
 
     @property
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of layers that share trained parameters."""
         return tuple(sorted(bundle.layers for bundle in self.bundles if len(bundle.layers) > 1))

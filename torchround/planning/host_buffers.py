@@ -52,19 +52,13 @@ class HeldPass:
 
 
 def restarted_layers(stage: Stage, stale_layers: int) -> range:
-    """Return the layers inside a backward stage that begin anew at the input that their forward had.
-
-    The layer below has changed since that forward, so recomputing its output would give another input.
-    """
+    """Return layers inside a backward stage that restart at their forward's input, as the layer below has changed since."""
     restarts = stage.kind is StageKind.BACKWARD
     return range(stage.start + 1, min(stage.stop, stale_layers + 1) if restarts else 0)
 
 
 def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
-    """Return the layers whose input is kept from forward to backward: a backward stage, or a restart, begins there.
-
-    The input of the fused stage is not among them, because its forward and backward read it together.
-    """
+    """Return the layers whose input is kept for a backward stage or a restart; the fused stage reads its input at once."""
     backward = [stage for stage in stages if stage.kind is StageKind.BACKWARD]
     restarts = (restarted_layers(stage, stale_layers) for stage in backward)
     return frozenset(stage.start for stage in backward).union(*restarts) - {0}
@@ -185,7 +179,6 @@ def held_after(
 
 
 def whole_pages(nbytes: int) -> int:
-    """Round bytes up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -216,10 +209,7 @@ class HostBatch:
         stale_layers: int = 0,
         kept: KeptNames = (),
     ) -> int:
-        """Compute what the boundaries and the kept activations of a plan take of the pool, in bytes.
-
-        `kept` names what each layer keeps; it is empty if no layer keeps anything.
-        """
+        """Compute what boundaries and kept activations take of the pool, in bytes. `kept` names what layers keep."""
         most: Counter[int] = Counter()
         for pair in self._pairs(partition, rounds, update, stale_layers):
             most |= most_buffers(
@@ -232,7 +222,6 @@ class HostBatch:
         return sum(nbytes * number for nbytes, number in most.items())
 
     def kept_bytes(self, kept: KeptNames, layer: int, size: int) -> int:
-        """Return what the activations that a layer keeps take of the pool, for a micro-batch of a size."""
         names = kept[layer] if kept else ()
         parts = self.costs[size].layers[layer].keepable if names else ()
         return self._taken(sum(part.nbytes for part in parts if part.name in names))

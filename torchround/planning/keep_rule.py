@@ -33,10 +33,7 @@ class KeepRule:
         return self.setting == "auto" and self.given is None
 
     def fixed(self, costs: Costs) -> KeptNames:
-        """Return what is kept by name; nothing if the planner chooses.
-
-        Raises `PlanError` for names that a layer lacks, and for a setting that no layer can follow.
-        """
+        """Return what is kept by name, nothing if the planner chooses. Raises `PlanError` if a layer cannot follow."""
         if self.given is not None:
             try:
                 return costs.keeping(self.given).kept

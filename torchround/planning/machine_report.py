@@ -54,7 +54,6 @@ def report_exchange(question: RunQuestion, plan: Plan) -> ExchangeReport:
 
 
 def exchange_of(question: RunQuestion, bytes_per_s: float) -> Exchange:
-    """Return what the question's machines exchange over links of this rate."""
     counts = question.parameters
     # An owner takes its share of the seconds in which one host updates all.
     per_parameter_s = sum(question.costs().values("optimizer_s")) / max(1, counts.trained)

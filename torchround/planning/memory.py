@@ -87,7 +87,6 @@ class MemoryParts:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of each kind by the name that reports give it."""
         return {each.metadata["name"]: getattr(self, each.name) for each in fields(self) if each.metadata}
 
     def text(self, most: int | None = None) -> str:

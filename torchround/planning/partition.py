@@ -129,10 +129,7 @@ def split_evenly(total: int, parts: int) -> list[range]:
 def step_tasks(
     partition: Partition, num_micro_batches: int, rounds: int, num_devices: int, first_slot: int = 0
 ) -> list[StageTask]:
-    """List the stage tasks of one training step in dispatch order.
-
-    If the micro-batches do not divide evenly among the rounds, the first rounds get one more.
-    """
+    """List the stage tasks of a training step in dispatch order. If uneven, the first rounds get one micro-batch more."""
     rounds_of_step = enumerate(split_evenly(num_micro_batches, rounds))
     slots = product(rounds_of_step, enumerate(partition.stages()))
     return [

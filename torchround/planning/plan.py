@@ -85,10 +85,7 @@ class Plan:
         return self.text()
 
     def text(self, timed: bool = True) -> str:
-        """Format the plan as a table, with one line per run of equal stages, and the predicted figures.
-
-        With `timed = False` the table has no seconds: the costs behind the plan are proportions, not times.
-        """
+        """Format the plan as a table, a line for each run of equal stages. `timed` False: no seconds, only proportions."""
         rows = [["stages", "kind", "layers each", "layers", "ms", "weights", "gradients", "compute"]]
         # Equal stages print as one line: a plan of 188 stages would otherwise fill screens.
         for _, alike in groupby(enumerate(self.stages), key=lambda numbered: _looks(numbered[1])):
@@ -157,10 +154,7 @@ def read_partition(text: str) -> tuple[Partition, int | None]:
 
 
 def kept_before(partition: Partition, kept: KeptNames) -> KeptNames:
-    """Return `kept` without the layers of the fused stage, which keep nothing; empty if nothing is left.
-
-    Raises `PlanError` for another number of layers.
-    """
+    """Drop the fused stage's layers from `kept`; empty if nothing is left. Raises `PlanError` for a wrong number of layers."""
     if kept and len(kept) != partition.num_layers:
         raise PlanError(f"the plan's kept is of {len(kept)} layers, its stages are of {partition.num_layers}")
     split = partition.num_layers - partition.fused

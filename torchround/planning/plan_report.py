@@ -28,11 +28,7 @@ MOST_TOGETHER = 3
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The answers about one run.
-
-    `plan` is None if the run does not fit. Then `problem` says what is short, and `host` and `device` are those of the plan
-    that needs least.
-    """
+    """The answers about one run. `plan` None: `problem` says what is short, `host` and `device` are the least plan's."""
 
     question: RunQuestion
     plan: Plan | None
@@ -76,7 +72,6 @@ def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
 
 
 def host_memory(question: RunQuestion, plan: Plan) -> HostMemory:
-    """Count the host memory of a run by kind."""
     return replace(
         question.state_of(plan.rounds),
         activation_bytes=plan.host_activation_bytes,
@@ -102,10 +97,7 @@ def step_transfers(plan: Plan, costs: Costs, gradient_share: float) -> list[tupl
 
 
 def link_text(question: RunQuestion, plan: Plan) -> str:
-    """Compare what a plan moves with what the links carry: the roofline of RoundPipe's appendix C.
-
-    Uploads and downloads use different directions of a link, so the busier one counts. A stage above 100 % waits.
-    """
+    """Compare a plan's traffic with the links' busier direction: RoundPipe's appendix C. Above 100 % a stage waits."""
     assert question.device is not None, "the card is known"
     moved = step_transfers(plan, question.costs(), question.gradient_bytes / question.accumulate_bytes)
     rate = question.device.pcie_gb_per_s * 1e9
@@ -190,7 +182,7 @@ def longest_tokens(question: RunQuestion) -> int:
 
 
 def _first_that_fits(question: RunQuestion, name: str, values: Sequence[int]) -> int:
-    """Return the first value of a field with which the run fits, otherwise the last; each needs no more memory than the one before."""
+    """Return the first value of a field with which the run fits, otherwise the last; values need ever less memory."""
 
     def is_fitting(value: int) -> bool:
         change: dict[str, Any] = {name: value}
@@ -200,10 +192,7 @@ def _first_that_fits(question: RunQuestion, name: str, values: Sequence[int]) ->
 
 
 def changes_that_fit(question: RunQuestion) -> Iterator[str]:
-    """Yield changes of the config with each of which a run fits that does not; several together if no change suffices.
-
-    The ones that change least come first.
-    """
+    """Yield changes of the config that make a run fit, the smallest first; several together if none suffices alone."""
     found = False
     for setting, changed in _changes(question):
         if fits(changed):

@@ -38,10 +38,7 @@ UPDATES = ("sync", "async", "bounded")
 
 
 class InfeasiblePlanError(ValueError):
-    """A run that no plan fits, or that the given plan does not fit.
-
-    `least` is the plan that needs least memory, with all that it needs; None if more memory would not help.
-    """
+    """A run that no plan fits, or not the given one. `least`: the plan of least memory; None if more would not help."""
 
     def __init__(self, message: str, least: Plan | None = None) -> None:
         super().__init__(message)

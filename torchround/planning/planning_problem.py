@@ -1,7 +1,4 @@
-"""One planning problem: the step time, the work and the memory of each candidate plan.
-
-Everything that a search asks about a plan is asked here, one candidate at a time.
-"""
+"""One planning problem: all that a search asks about a candidate plan, such as its step time, work and memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,15 +69,12 @@ class PlanningProblem:
         self._host: dict[Candidate, int] = {}
 
     def with_stale_layers(self, stale_layers: int) -> "PlanningProblem":
-        """Return the same problem with this number of stale layers."""
         return PlanningProblem(*self._question[:5], stale_layers, self.link, self.items)
 
     def with_items(self, items: Sequence[KeptItem]) -> "PlanningProblem":
-        """Return the same problem with these items to keep."""
         return PlanningProblem(*self._question[:7], items)
 
     def within(self, limits: MemoryLimits) -> "PlanningProblem":
-        """Return the same problem with these limits."""
         return PlanningProblem(*self._question[:4], limits, self.stale_layers, self.link, self.items)
 
     def costs_of(self, kept: int) -> Costs:
@@ -88,7 +82,6 @@ class PlanningProblem:
         return self._known(kept)[0]
 
     def sums_of(self, kept: int) -> LayerSums:
-        """Return the running sums of these costs."""
         return self._known(kept)[1]
 
     def _known(self, kept: int) -> tuple[Costs, LayerSums]:
@@ -172,7 +165,6 @@ class PlanningProblem:
         return 1 - self.busy_s(candidate) / (self.num_devices * step_s) if step_s else 0.0
 
     def fits_limits(self, candidate: Candidate) -> bool:
-        """Check a candidate against the memory limits."""
         partition, limit = candidate.partition, self.limits.host_bytes
         if (self.stale_layers or 0) > self.num_layers - partition.fused:
             return False
@@ -181,12 +173,10 @@ class PlanningProblem:
         return limit is None or self.host_bytes(candidate) <= limit
 
     def fits_device(self, partition: Partition, rounds: int, kept: int = 0) -> bool:
-        """Check a partition against the device limit alone."""
         limit = self.limits.device_bytes
         return limit is None or self.device_bytes(partition, rounds, kept) <= limit
 
     def device_bytes(self, partition: Partition, rounds: int, kept: int = 0) -> int:
-        """Return what each device allocates."""
         run = self.num_devices, self.num_micro_batches, rounds, self.limits, self.stale_layers or 0
         return device_memory(partition, self.costs_of(kept), *run).total_bytes
 
@@ -199,7 +189,6 @@ class PlanningProblem:
         return self._host[candidate]
 
     def host_bytes(self, candidate: Candidate) -> int:
-        """Return what a plan takes of the host memory that `MemoryLimits.host_bytes` limits."""
         nbytes = self.boundary_bytes(candidate) + self.batch.integers_and_losses_bytes()
         if candidate.rounds > 1:
             nbytes += self.limits.rounds_bytes

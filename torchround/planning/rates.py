@@ -65,10 +65,7 @@ class CardRates:
         return flops / (self.flops_per_s * share)
 
     def layer_seconds(self, work: LayerWork, gradient_bytes: float) -> tuple[float, float]:
-        """Estimate the seconds of a layer's forward, and of its backward without recomputation.
-
-        A product has two gradients, but a frozen weight needs none of its own.
-        """
+        """Estimate the seconds of forward and backward, without recomputation. A frozen weight needs no gradient."""
         moved = work.activation_bytes + work.unkept_bytes
         forward_s = sum(self.product_s(part.flops, part.kind) for part in work.products)
         backward_s = sum(

@@ -120,7 +120,7 @@ class RunQuestion:
         return KeepRule(setting, link, None if self.given is None else self.given_kept)
 
     def without_choice(self) -> "RunQuestion":
-        """Return the question without a choice of what to keep: quick to answer, and whatever fits it fits this one."""
+        """Return the question without a choice of what to keep: quick to answer, and if it fits, so does this one."""
         return replace(self, keep_activations="none") if self.keep_rule().is_open else self
 
     @property
@@ -137,7 +137,6 @@ class RunQuestion:
         return self.state_of(self.fixed_rounds or 1)
 
     def state_of(self, rounds: int) -> HostMemory:
-        """Count the host memory that any plan of so many rounds needs."""
         state = host_state(
             self.parameters,
             self.update,
@@ -151,11 +150,9 @@ class RunQuestion:
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 
     def integer_bytes(self, sequences: int) -> int:
-        """Count the bytes of the integers of a micro-batch of so many sequences."""
         return INTEGER_TENSORS * aligned(8 * sequences * self.seq_len)
 
     def host_batch(self) -> HostBatch:
-        """Describe the micro-batches of a step as the pool of host buffers holds them."""
         # The first machine has the first micro-batch, which is one of the longest, and most of them.
         sequences = [len(part) for part in split_evenly(self.global_batch_size, self.step_micro_batches)]
         sequences = sequences[: self.num_micro_batches]

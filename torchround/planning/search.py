@@ -194,10 +194,7 @@ class Search:
 
 
 def find_plan(problem: PlanningProblem, rounds_choices: Sequence[int], as_fast: float) -> Candidate | None:
-    """Return the plan of least host memory among the plans within the limits that are `as_fast` as the fastest.
-
-    Returns None if no plan that fits is found.
-    """
+    """Find the plan of least host memory among those that fit and are `as_fast` as the fastest; None if none fits."""
     search = Search(problem)
     search.run(rounds_choices)
     fastest = search.best()
@@ -234,7 +231,6 @@ def num_partitions(num_layers: int) -> int:
 
 
 def all_partitions(num_layers: int) -> Iterator[Partition]:
-    """Yield every partition of the layers."""
     yield Partition((), num_layers, ())
     for split in range(1, num_layers):
         ways = [

@@ -20,10 +20,7 @@ SUM_TRAFFIC_BYTES = 8
 
 
 def row_bands(rows: int) -> list[tuple[int, int]]:
-    """Cut the rows of a symmetric product into bands. Each is computed up to its last row's diagonal, and mirrored.
-
-    One band is the whole product.
-    """
+    """Cut the rows of a symmetric product into bands, each computed up to its last row's diagonal, and mirrored."""
     count = max(min(rows // LEAST_BAND_ROWS, MOST_BANDS), 1)
     edges = [round(rows * band / count / BAND_EDGE_ROWS) * BAND_EDGE_ROWS for band in range(count)]
     return list(pairwise([*edges, rows]))
@@ -80,10 +77,7 @@ class UpdateCosts:
         return round(sum(count * nbytes for count, nbytes in zip(counts, per_rule, strict=False)))
 
     def saved_bytes(self, counts: Sequence[int]) -> int:
-        """Return what a checkpoint holds of the newest weights and of the values; `counts` are parameters by rule.
-
-        Split weights are saved as device weights and residuals: 4 bytes like an fp32 weight. Directions are not saved.
-        """
+        """Count a checkpoint's bytes of newest weights (split ones: 4 bytes too) and of values. Directions are not saved."""
         per_rule = (FULL_WEIGHT_BYTES + rule.value_bytes for rule in self.rules)
         return round(sum(count * nbytes for count, nbytes in zip(counts, per_rule, strict=False)))
 

@@ -102,10 +102,7 @@ class RunCheckpoints:
         return found if found is not None and found >= last else None
 
     def restore(self, store: HostStore, loader: Loader) -> bool:
-        """Fill the store and set the loader to its position. Returns False if there is no checkpoint to resume from.
-
-        Raises `RunError` and `CheckpointError`.
-        """
+        """Fill store and loader from a checkpoint; False if there is none. Raises `RunError` and `CheckpointError`."""
         start_s = time.monotonic()
         views = store.loadable_views()
         loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
@@ -184,10 +181,7 @@ class RunCheckpoints:
             self._report(*self._under_way.popleft())
 
     def save_now(self, engine: Engine) -> None:
-        """Save the run as it is after the newest dispatched step, and wait. A full disk is tried again for a minute.
-
-        Raises `CheckpointError`.
-        """
+        """Save the newest dispatched step, and wait. A full disk is tried again for a minute. Raises `CheckpointError`."""
         self.finish_saves()
 
         def save() -> None:

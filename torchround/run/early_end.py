@@ -105,10 +105,7 @@ class StopRequest:
         self._previous: dict[int, object] = {}
 
     def reason(self) -> tuple[str, int] | None:
-        """Return why the run stops and its exit code, None if no signal asks for it.
-
-        The code of every machine is 128 + the first machine's signal, as shells report it.
-        """
+        """Return why the run stops, and the exit code of all: 128 + the first machine's signal; None without a signal."""
         asked = [(rank, number) for rank, number in enumerate(self.signals) if number is not None]
         if not asked:
             return None

@@ -64,10 +64,7 @@ class RunParts:
         return found
 
     def with_rule(self, rounds: int, stale_layers: int) -> "RunParts":
-        """Return the parts with a plan of the first machine's numbers. Raises `InfeasiblePlanError`.
-
-        The first machine's folder alone has the plan of an earlier start.
-        """
+        """Plan by the first machine's numbers, whose folder has an earlier start's plan. Raises `InfeasiblePlanError`."""
         if (self.plan.rounds, self.plan.stale_layers) == (rounds, stale_layers):
             return self
         question = replace(self.question, rounds=rounds, stale_layers=stale_layers)

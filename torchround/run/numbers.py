@@ -235,7 +235,6 @@ def _counted_costs(
 def layer_works(
     model: LayeredModel, numbers: RunNumbers, kind: str, tokens: int, sequences: int
 ) -> list[LayerWork]:
-    """Count what each layer costs on devices of a kind, for a micro-batch of `sequences` of `tokens` each."""
     element_bytes = numbers.dtype.itemsize
     works = []
     for layer in model.layers:

@@ -76,10 +76,7 @@ def given_folder(config: Config) -> Path | None:
 
 
 def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int | None) -> int | None:
-    """Return the number of stale layers of the checkpoint that the run would resume from, otherwise `given`.
-
-    Raises `RunError` if both are known and differ: a resumed run must not change the rule of its steps.
-    """
+    """Return the stale layers of the checkpoint to resume from, otherwise `given`. Raises `RunError` if they differ."""
     path, _, state = first_state(config, checkpointer)
     kept = state.get("stale_layers")
     if type(kept) is not int:

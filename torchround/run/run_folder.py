@@ -41,10 +41,7 @@ class RunError(Exception):
 
 
 class RunFolder:
-    """The folder `<run.folder>/<run.name>`. As a context manager it makes the folder and keeps other processes out.
-
-    The machines of `team` enter it together.
-    """
+    """The folder `<run.folder>/<run.name>`, made and locked as a context manager. The machines of `team` enter it together."""
 
     def __init__(self, table: RunTable, team: MachineTeam | None = None) -> None:
         folder = os.path.expanduser(table.folder)
@@ -121,10 +118,7 @@ class RunFolder:
             return None
 
     def _refuse_links(self) -> None:
-        """Raise `RunError` for links and pipes in the folder, which may come from another person.
-
-        A run would write to the target of a link, outside its folder, and would wait at a pipe.
-        """
+        """Raise `RunError` for links and pipes, perhaps another person's: a run would write outside its folder, or wait."""
         for path in (*self.path.iterdir(), *self.path.glob("trace/*")):
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
                 raise RunError(

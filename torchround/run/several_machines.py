@@ -24,10 +24,7 @@ T = TypeVar("T")
 
 @contextmanager
 def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator["RunMachines"]:
-    """Connect to the other machines for the block; one process is a run on one machine. Raises `LaunchError`.
-
-    The end of the block is that of the run: in order, or by a message to the others about a fault.
-    """
+    """Connect to the other machines for the block, which ends in order or by a fault's message. Raises `LaunchError`."""
     machines = RunMachines(join(environment, config))
     group = machines.group
     if group is None:
@@ -78,10 +75,7 @@ class RunMachines:
         return made[0]
 
     def require_same(self, identity: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise the same `LaunchError` on all machines if what they have opened differs.
-
-        `identity` maps a name that a user understands, such as "data", to a fingerprint. One machine does not ask for it.
-        """
+        """Raise the same `LaunchError` on all machines if `identity` (name to fingerprint) differs. One machine skips it."""
         if self.group is None:
             return
         found = self.agree("start", dict(identity()), "what it has opened")

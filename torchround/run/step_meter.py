@@ -116,10 +116,7 @@ class StepMeter:
         self._last = result
 
     def record(self, step: int, tokens: int, lr: float, validation_loss: float | None) -> StepRecord:
-        """Return the record of the step added last, and start the next interval.
-
-        `tokens` counts all labels so far. Raises `ValueError` if no step was added since the last record.
-        """
+        """Return the record of the newest step, start the next interval. `tokens`: all labels so far. Raises `ValueError`."""
         if self.num_steps == 0 or self._last is None:
             raise ValueError("no step was counted since the last record, so there is no rate")
         before = min(self._window[0], self._at_record, key=lambda sums: sums["steps"])
@@ -179,10 +176,7 @@ class StepMeter:
         return self._sums["tokens"] / self._sums["training_s"] if self._sums["training_s"] else 0.0
 
     def _mean_loss(self) -> float:
-        """Return the mean loss per label over the steps since the last record whose loss is finite.
-
-        If there is none, return the newest step's.
-        """
+        """Average the loss per label over the steps since the last record with a finite loss, otherwise take the newest."""
         if len(self._averaged) < 2:
             # A product and a division would change the last bits of a single loss.
             return self._averaged[0][0] if self._averaged else self._loss

@@ -128,10 +128,7 @@ class RunValidation:
         return None
 
     def _own_losses(self, engine: Engine) -> list[list[Any]]:
-        """Evaluate this machine's share of all batches.
-
-        Returns for each batch its labels, and the number and the sum of the token losses of each own micro-batch.
-        """
+        """Evaluate this machine's share. Returns by batch its labels, and number and loss sum of each own micro-batch."""
         found: list[tuple[StepShare, StepResult | None, int]] = []
         for batch in self.batches:
             parts = cut(batch, self.micro_batch_size)

@@ -214,7 +214,6 @@ def _optional_text(record: dict[str, Any], name: str) -> str:
 
 
 def _conversation(messages: list[dict[str, Any]], record: dict[str, Any]) -> Conversation:
-    """Return the conversation of these messages, with the record's tools."""
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"no message of the assistant; roles: {', '.join(m['role'] for m in messages)}")
     tools = record.get("tools") or None

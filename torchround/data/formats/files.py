@@ -155,7 +155,6 @@ class FileIndex:
         return 1 if self.starts is None else len(self.starts) - 1
 
     def document(self, index: int) -> Document:
-        """Return document `index`, from 0. Its record is read when it is asked for."""
         if self.starts is None:
             return Document(self.path, file_bytes=self.file_bytes)
         start_byte = int(self.starts[index])

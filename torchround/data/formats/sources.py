@@ -1,6 +1,6 @@
 """The two kinds of source: files whose documents can be read in any order, and records that come in sequence.
 
-A document is a whole text file, or one record of a file. A source hands out its content in pieces, so that memory
+A document is a whole text file, or one record of a file. A source yields its content in pieces, so that memory
 stays small and a saved position never holds more than one piece.
 """
 
@@ -94,10 +94,7 @@ class Source(ABC):
 
 
 class IndexedFiles(Source):
-    """Indexed files, in the order of their names. The cursor is the number of a document.
-
-    Raises `DataError` if no file holds a document.
-    """
+    """Indexed files, sorted by name. The cursor is a document's number. Raises `DataError` if there is no document."""
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)

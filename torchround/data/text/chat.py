@@ -56,10 +56,7 @@ class ChatTemplate:
         return tuple(self._unguarded(self._template.parts(text), guard))
 
     def _learnt_sections(self, sections: Sequence[TurnSection], learnt: Sequence[bool]) -> list[bool]:
-        """Say which sections are learnt; `learnt` has an element for each message of the assistant.
-
-        Raises `DataError` if turns are missing, or if they are not those of the messages.
-        """
+        """Say which sections are learnt, by assistant message. Raises `DataError` if they are not the messages' turns."""
         # The number, from 1, of the turn that each section belongs to.
         turns = list(accumulate(not section.continues for section in sections))
         num_turns = turns[-1] if turns else 0
@@ -172,10 +169,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def with_reasoning(messages: Sequence[Message]) -> list[Any]:
-    """Copy the messages with reasoning under the names that templates read, as transformers does.
-
-    Most templates read `reasoning_content`; GPT-OSS's reads `thinking`.
-    """
+    """Copy messages with reasoning under the names of templates: `reasoning_content`, and GPT-OSS's `thinking`."""
     copies = []
     for message in messages:
         # Tables give each row all of their columns: a name may be there without a value.

@@ -46,10 +46,7 @@ class TemplateSource:
 def find_template(
     given: str | None, folder: Path | None, settings: Mapping[str, Any] | None = None
 ) -> TemplateSource:
-    """Find the template that the key `tokenizer.chat_template` gives, otherwise the one of a tokenizer's folder.
-
-    Raises `TokenizerError` if a file is missing or cannot be read.
-    """
+    """Find the template of `tokenizer.chat_template`, otherwise of the tokenizer's folder. Raises `TokenizerError`."""
     settings = settings or {}
     if given is not None:
         path = Path(os.path.expanduser(given))
@@ -123,7 +120,6 @@ def export_tokenizer(
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a tokenizer, which may be given as a file."""
     return path if path.is_dir() else path.parent
 
 

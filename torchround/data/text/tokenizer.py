@@ -125,10 +125,7 @@ def names_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) -> Tokenizer:
-    """Build the tokenizer that the table names, otherwise the one in the model's folder `hf_path`.
-
-    Raises `TokenizerError` if there is none, or none that is supported.
-    """
+    """Build the tokenizer of the table, otherwise of the model's folder `hf_path`. Raises `TokenizerError`."""
     if table.name == "bytes":
         tokenizer, folder = _byte_tokenizer(), None
     else:

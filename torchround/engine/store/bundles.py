@@ -268,10 +268,7 @@ class Ownership:
     num_machines: int
 
     def assign(self, bundles: Sequence[Bundle]) -> None:
-        """Give each bundle an owner, the same on every machine, balanced by bytes.
-
-        The owner of a frozen bundle only saves it; a mapped one is in no checkpoint and weighs nothing.
-        """
+        """Give each bundle an owner, alike on all machines, by bytes. A frozen one is only saved, a mapped one never."""
         for trainable in (True, False):
             group = [bundle for bundle in bundles if bundle.trainable is trainable]
             sizes = [0 if bundle.mapped else bundle.numel for bundle in group]
@@ -346,10 +343,7 @@ def _parameter_uses(model: LayeredModel) -> dict[int, tuple[str, nn.Parameter, l
 
 
 def _lay_out(parameters: Sequence[ParameterFacts], optimizer: Optimizer) -> list[Segment]:
-    """Give each parameter an aligned place, rule by rule.
-
-    Those with weight decay come first, in segments of their own. So segments do not depend on how large the decay is.
-    """
+    """Give each parameter an aligned place, by rule. Decayed ones have segments of their own, however large the decay is."""
     by_rule: dict[tuple[bool, UpdateRule], list[ParameterFacts]] = {}
     for facts in sorted(parameters, key=lambda facts: not facts.is_decayed):
         by_rule.setdefault((facts.is_decayed, optimizer.rule_of(facts)), []).append(facts)
@@ -365,7 +359,6 @@ def _lay_out(parameters: Sequence[ParameterFacts], optimizer: Optimizer) -> list
 
 
 def stored_numel(numel: int) -> int:
-    """Return the elements that a parameter of `numel` takes in a bundle, padding included."""
     # One without elements takes a place too, so that it begins inside its own segment.
     return -(-max(numel, 1) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 

@@ -281,10 +281,7 @@ class HostStore:
         return _WeightValues(self._held(), self.step)
 
     def filling(self) -> Mapping[str, AbstractContextManager[Tensor]]:
-        """Return, for each parameter of `weights`, a block `with filling[name] as values` in which to write its values.
-
-        `derive_device_weights` comes after the last one.
-        """
+        """Return, by parameter, a block `with filling[name] as values` to write in; then call `derive_device_weights`."""
         held = self._held().items()
         return {name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in held}
 

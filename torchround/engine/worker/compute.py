@@ -134,7 +134,7 @@ class StageComputation:
         """Differentiate the layers from the last call's `stop` down to layer `stop`, adding to the leaves' `.grad`.
 
         Returns the gradients of that layer's input, for the next call; None if it starts the model. `gradients` belong to
-        the tensors of the output that can have one, in order. None among them stands for a tensor that the loss does not
+        the tensors of the output that can have one, in order. None among them is for a tensor that the loss does not
         depend on. The first call ignores them if the output is a loss.
         """
         if self._loss_factor is not None and self.loss is None:

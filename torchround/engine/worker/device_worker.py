@@ -46,8 +46,6 @@ STAGE_JOB = "stage slot {0} to be handed out"
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """Everything that the workers of an engine share."""
-
     store: HostStore
     board: Board
     pool: HostPool
@@ -235,7 +233,7 @@ class DeviceWorker:
         return self.board.wait(value)
 
 
-# Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
+# Gradients of a layer's input or output. None is for a tensor that the loss does not depend on.
 Gradients = Sequence[Tensor | None]
 
 

@@ -77,10 +77,7 @@ class BundleTransfer:
         self.remaining = sum(piece.source.numel() for piece in self._pieces)
 
     def advance(self, windows: int = 1, waits: bool = False) -> None:
-        """Enqueue what is left, or an equal part of it for each of so many transfer windows.
-
-        Unless it `waits`, stops at a piece that has to wait for another thread.
-        """
+        """Enqueue the rest, or an equal part for each window. Unless it `waits`, stop at a piece that has to wait."""
         self._device.step_of[self.stream] = self.job.traced_step
         # A chunk queues behind the activations already on their way: a computation waits for each of those. Chunks of one
         # window's size keep an activation from waiting for a whole stage's weights.
