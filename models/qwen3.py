@@ -70,7 +70,7 @@ EXPERT_KEYS = {
 def config_from_hf(content: Mapping[str, Any]) -> Qwen3Config:
     hf = HFConfig(content, MODEL_TYPES, **FIXED)
     moe = None
-    if content["model_type"] == "qwen3_moe":
+    if content.get("model_type") == "qwen3_moe":
         hf = HFConfig(content, MODEL_TYPES, **FIXED, **FIXED_OF_EXPERTS)
         moe = hf.mixture(EXPERT_KEYS, normalised=hf.get("norm_topk_prob", bool, False))
     return Qwen3Config(rope=hf.rope(10000.0, "default"), moe=moe, **hf.transformer_fields())

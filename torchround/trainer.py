@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -183,8 +183,10 @@ class Trainer:
                 plan = measured_plan(parts.question, plan, measured)
             measured.clear()  # the results hold the marks of an engine that has ended
             say(f"planned again from {measure_steps} measured steps:\n{plan}")
-            with suppress(RunError):  # a full disk must not cost steps; losses do not depend on the plan
+            try:
                 self._folder.describe(self.config, plan)
+            except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
+                logger.warning("%s; plan.json keeps the plan before", error)
         with self._running_engine(plan) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
 

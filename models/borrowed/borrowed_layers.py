@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,11 +56,14 @@ class BorrowedLayer(nn.Module):
         return None if self.shell.longest is None else self.shell.longest[0]
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill the parameters as the model's own initialiser does, with numbers from the seed of `generator`."""
+        """Fill the parameters as the model's own initialiser does, with numbers of `generator`."""
         # The initialisers of transformers draw from the process's generator.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator.initial_seed())
+            torch.set_rng_state(
+                generator.get_state()
+            )  # of the host alone: `manual_seed` would reach every accelerator
             self.apply(lambda module: self.__dict__["initialiser"](self.core if module is self else module))
+            generator.set_state(torch.get_rng_state())
         self.init_adapters(generator)
 
     def init_adapters(self, generator: torch.Generator) -> None:
@@ -214,32 +218,40 @@ def any_loss_sum(
     `loss_factor` as in `token_loss_sum`.
     """
 
-    def compute(wants: Sequence[bool], factor: float) -> tuple[Tensor, list[Tensor | None]]:
-        wanted = [weight for weight, is_wanted in zip(weights, wants[1:], strict=True) if is_wanted]
-        # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-        totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in wanted]
-        of_hidden = torch.empty_like(hidden) if any(wants) else None
-        losses = []
-        for start in range(0, len(labels), step):
-            rows = slice(start, start + step)
-            chunk = hidden[rows].detach().requires_grad_(any(wants))
-            with torch.set_grad_enabled(any(wants)):
-                logits = logits_of(chunk[None])[0].float()
-                loss = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="sum")
-            losses.append(loss.detach())
-            if of_hidden is not None:
-                given = torch.full_like(loss, factor)
-                of_hidden[rows], *found = torch.autograd.grad(
-                    loss, [chunk, *wanted], given, allow_unused=True
-                )
-                for total, grad in zip(totals, found, strict=True):
-                    if grad is not None:
-                        total += grad
-            del logits, loss
-        left = iter(totals)
-        return torch.stack(losses).sum(), [
-            of_hidden,
-            *(next(left) if is_wanted else None for is_wanted in wants[1:]),
-        ]
-
+    compute = partial(_losses_and_gradients, logits_of, hidden, labels, weights, step)
     return loss_with_gradients(compute, loss_factor, hidden, *weights)
+
+
+def _losses_and_gradients(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Sequence[Tensor],
+    step: int,
+    wants: Sequence[bool],
+    factor: float,
+) -> tuple[Tensor, list[Tensor | None]]:
+    wanted = [weight for weight, is_wanted in zip(weights, wants[1:], strict=True) if is_wanted]
+    # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
+    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in wanted]
+    of_hidden = torch.empty_like(hidden) if any(wants) else None
+    losses = []
+    for start in range(0, len(labels), step):
+        rows = slice(start, start + step)
+        chunk = hidden[rows].detach().requires_grad_(any(wants))
+        with torch.set_grad_enabled(any(wants)):
+            logits = logits_of(chunk[None])[0].float()
+            loss = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="sum")
+        losses.append(loss.detach())
+        if of_hidden is not None:
+            given = torch.full_like(loss, factor)
+            of_hidden[rows], *found = torch.autograd.grad(loss, [chunk, *wanted], given, allow_unused=True)
+            for total, grad in zip(totals, found, strict=True):
+                if grad is not None:
+                    total += grad
+        del logits, loss
+    left = iter(totals)
+    return torch.stack(losses).sum(), [
+        of_hidden,
+        *(next(left) if is_wanted else None for is_wanted in wants[1:]),
+    ]

@@ -200,7 +200,7 @@ class HFConfig:
             raise ModelConfigError(f"config.json: {key} = {value!r} is not supported, only {wanted}")
 
     def rope(self, usual_theta: float, *rope_types: str) -> Rope:
-        """Return the RoPE settings, whose `rope_type` has to be one of `rope_types`; the first is the usual one.
+        """Return the RoPE settings, whose `rope_type` has to be one of `rope_types`.
 
         Current files hold them in `rope_parameters`; older ones in `rope_theta` and `rope_scaling`.
         """

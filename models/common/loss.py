@@ -16,6 +16,7 @@ Shapes: N tokens of the whole micro-batch, D model width, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ Compute = Callable[[Sequence[bool], float], tuple[Tensor, Gradients]]
 def loss_with_gradients(compute: Compute, loss_factor: float | None, *tensors: Tensor) -> Tensor:
     """Return the loss `[]` of `compute`, which makes the gradients for `tensors` in the forward.
 
-    May be differentiated once. With a `loss_factor` gradients are scaled where they are made: a pass over the finished ones
+    `compute` is a `partial`: after a fault, tensors in a closure would stay on the device. May be differentiated once. With a `loss_factor` gradients are scaled where they are made: a pass over the finished ones
     would cost as much as adding a chunk, and unscaled ones are too small for float16.
     """
     return _ReadyGradients.apply(compute, loss_factor, torch.is_grad_enabled(), *tensors)
@@ -155,30 +156,39 @@ def _loss_in_chunks(
     total: Tensor | None = None,
 ) -> Tensor:
     """Compute `token_loss_sum` in chunks of `step` tokens. A `total [V, D]` gets the weight's gradient added."""
-
-    def compute(wants: Sequence[bool], factor: float) -> tuple[Tensor, Gradients]:
-        wants_hidden, wants_weight = wants
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight, into = None, total
-        if wants_weight and total is None:
-            # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-            into = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        # One buffer for all chunks: two of them would be alive while a name is bound anew.
-        scratch = hidden.new_empty((min(step, len(labels)), weight.shape[0]))
-        for start in range(0, len(labels), step):
-            rows = slice(start, start + step)
-            part = hidden[rows]
-            logits = torch.mm(part, weight.T, out=scratch[: len(part)])  # [n, V], overwritten by its gradient
-            softmax_loss_(logits, labels[rows], losses[rows], factor, any(wants))
-            if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[rows])
-            if wants_weight:
-                assert into is not None, "a weight that wants a gradient has a sum to add to"
-                _add_product_(into, logits, part)
-        return losses.sum(), (grad_hidden, grad_weight)
-
+    compute = partial(_losses_and_gradients, hidden, weight, labels, step, total)
     return loss_with_gradients(compute, loss_factor, hidden, weight)
+
+
+def _losses_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    step: int,
+    total: Tensor | None,
+    wants: Sequence[bool],
+    factor: float,
+) -> tuple[Tensor, Gradients]:
+    wants_hidden, wants_weight = wants
+    grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+    grad_weight, into = None, total
+    if wants_weight and total is None:
+        # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
+        into = grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+    losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+    # One buffer for all chunks: two of them would be alive while a name is bound anew.
+    scratch = hidden.new_empty((min(step, len(labels)), weight.shape[0]))
+    for start in range(0, len(labels), step):
+        rows = slice(start, start + step)
+        part = hidden[rows]
+        logits = torch.mm(part, weight.T, out=scratch[: len(part)])  # [n, V], overwritten by its gradient
+        softmax_loss_(logits, labels[rows], losses[rows], factor, any(wants))
+        if grad_hidden is not None:
+            torch.mm(logits, weight, out=grad_hidden[rows])
+        if wants_weight:
+            assert into is not None, "a weight that wants a gradient has a sum to add to"
+            _add_product_(into, logits, part)
+    return losses.sum(), (grad_hidden, grad_weight)
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, N = B T, D model width, H heads, C channels of a 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,12 +62,7 @@ class RMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        def norm(x: Tensor) -> tuple[Tensor, Tensor]:
-            wide = x.float()
-            scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()  # [N, 1]
-            return (wide * scale).mul_(weight.float()).to(x.dtype), scale
-
-        normed, scale = in_slices(norm, x)
+        normed, scale = in_slices(partial(_norm, weight, eps), x)
         ctx.save_for_backward(x, weight, scale)
         return normed
 
@@ -74,19 +70,29 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         sums: list[Tensor] = []
-
-        def differentiate(grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor]:
-            grad, normed = grad.float(), x.float() * scale
-            if ctx.needs_input_grad[1]:
-                # Summed over tokens in fp32 and left in fp32: autograd casts to the dtype of the leaf's gradient.
-                sums.append((grad * normed).sum(dim=0))  # [N, D] -> [D]
-            inner = grad * weight.float()
-            # d/dx of x * scale(x): the part along x is removed, because scaling x changes nothing.
-            along = (inner * normed).mean(dim=-1, keepdim=True)
-            return (inner.sub_(normed.mul_(along)).mul_(scale).to(x.dtype),)
-
+        # Summed over tokens in fp32 and left in fp32: autograd casts to the dtype of the leaf's gradient.
+        differentiate = partial(_differentiate_norm, weight, sums if ctx.needs_input_grad[1] else None)
         (grad_x,) = in_slices(differentiate, grads[0], x, scale)
         return grad_x, sum(sums[1:], start=sums[0]) if sums else None, None
+
+
+def _norm(weight: Tensor, eps: float, x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()  # [N, 1]
+    return (wide * scale).mul_(weight.float()).to(x.dtype), scale
+
+
+def _differentiate_norm(
+    weight: Tensor, sums: list[Tensor] | None, grad: Tensor, x: Tensor, scale: Tensor
+) -> tuple[Tensor]:
+    """Return the gradient of `x [N, D]`, and append the weight's, `[D]`, to `sums` if it is wanted."""
+    wide, normed = grad.float(), x.float() * scale
+    if sums is not None:
+        sums.append((wide * normed).sum(dim=0))
+    inner = wide * weight.float()
+    # d/dx of x * scale(x): the part along x is removed, because scaling x changes nothing.
+    along = (inner * normed).mean(dim=-1, keepdim=True)
+    return (inner.sub_(normed.mul_(along)).mul_(scale).to(x.dtype),)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

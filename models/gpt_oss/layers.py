@@ -134,36 +134,37 @@ class ClampedSwiGLU(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(gate_up, bias, experts, weights)
         ctx.limit, ctx.alpha = limit, alpha
-
-        def activate(gate_up: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor]:
-            gate, up = _clamp(gate_up + F.embedding(experts, bias), limit)
-            return ((gate * torch.sigmoid(alpha * gate)).mul_(up + 1).mul_(weights[:, None]),)
-
-        return in_slices(activate, gate_up, experts, weights)[0]
+        return in_slices(partial(_activate, bias, limit, alpha), gate_up, experts, weights)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, bias, experts, weights = ctx.saved_tensors
-
-        def differentiate(
-            gate_up: Tensor, experts: Tensor, weights: Tensor, grad: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            gate_up = gate_up + F.embedding(experts, bias)
-            gate, up = _clamp(gate_up, ctx.limit)
-            up += 1
-            open_share = torch.sigmoid(ctx.alpha * gate)
-            active = gate * open_share
-            grad_weights = (grad * active * up).sum(dim=-1, dtype=torch.float32)  # [R, F] -> [R]
-            grad = grad * weights[:, None].to(gate_up.dtype)
-            grad_gate = grad * up * (open_share + ctx.alpha * active * (1 - open_share))
-            grad_gate_up = torch.stack((grad_gate, grad * active), dim=-1).flatten(
-                -2
-            )  # [R, F, 2] -> [R, 2 F]
-            return grad_gate_up.mul_(_inside_clamp(gate_up, ctx.limit)), grad_weights
-
+        differentiate = partial(_differentiate, bias, ctx.limit, ctx.alpha)
         grad_gate_up, grad_weights = in_slices(differentiate, gate_up, experts, weights, grads[0])
         grad_bias = _sum_by_expert(grad_gate_up, experts, len(bias)) if ctx.needs_input_grad[1] else None
         return grad_gate_up, grad_bias, None, grad_weights, None, None
+
+
+def _activate(
+    bias: Tensor, limit: float, alpha: float, gate_up: Tensor, experts: Tensor, weights: Tensor
+) -> tuple[Tensor]:
+    gate, up = _clamp(gate_up + F.embedding(experts, bias), limit)
+    return ((gate * torch.sigmoid(alpha * gate)).mul_(up + 1).mul_(weights[:, None]),)
+
+
+def _differentiate(
+    bias: Tensor, limit: float, alpha: float, gate_up: Tensor, experts: Tensor, weights: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    gate_up = gate_up + F.embedding(experts, bias)
+    gate, up = _clamp(gate_up, limit)
+    up += 1
+    open_share = torch.sigmoid(alpha * gate)
+    active = gate * open_share
+    grad_weights = (grad * active * up).sum(dim=-1, dtype=torch.float32)  # [R, F] -> [R]
+    grad = grad * weights[:, None].to(gate_up.dtype)
+    grad_gate = grad * up * (open_share + alpha * active * (1 - open_share))
+    grad_gate_up = torch.stack((grad_gate, grad * active), dim=-1).flatten(-2)  # [R, F, 2] -> [R, 2 F]
+    return grad_gate_up.mul_(_inside_clamp(gate_up, limit)), grad_weights
 
 
 class WeightedBias(torch.autograd.Function):
@@ -172,24 +173,24 @@ class WeightedBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(bias, experts, weights)
-
-        def add(rows: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor]:
-            return (rows + F.embedding(experts, bias).mul_(weights[:, None]),)
-
-        return in_slices(add, rows, experts, weights)[0]
+        return in_slices(partial(_add_bias, bias), rows, experts, weights)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bias, experts, weights = ctx.saved_tensors
-
-        def along_bias(grad: Tensor, experts: Tensor) -> tuple[Tensor]:
-            return ((grad * F.embedding(experts, bias)).sum(dim=-1, dtype=torch.float32),)  # [R, D] -> [R]
-
-        (grad_weights,) = in_slices(along_bias, grads[0], experts)
+        (grad_weights,) = in_slices(partial(_along_bias, bias), grads[0], experts)
         grad_bias = None
         if ctx.needs_input_grad[1]:
             grad_bias = _sum_by_expert(grads[0], experts, len(bias), weights)
         return grads[0], grad_bias, None, grad_weights
+
+
+def _add_bias(bias: Tensor, rows: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor]:
+    return (rows + F.embedding(experts, bias).mul_(weights[:, None]),)
+
+
+def _along_bias(bias: Tensor, grad: Tensor, experts: Tensor) -> tuple[Tensor]:
+    return ((grad * F.embedding(experts, bias)).sum(dim=-1, dtype=torch.float32),)  # [R, D] -> [R]
 
 
 def _sum_by_expert(rows: Tensor, experts: Tensor, num_experts: int, weights: Tensor | None = None) -> Tensor:

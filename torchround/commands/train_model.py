@@ -136,6 +136,7 @@ def build(
     loader, batches = build_loaders(options, tokenizer)
     if config.training.steps is None:
         config = config.with_steps(steps_of_epochs(options, loader, folder))
+        check_start(config, checkpointer)  # now that the steps are known
     # A run on conversations asks as a user does: a chat model continues raw text with the end of a turn at once.
     asked, chats = config.validation.prompts, reads_conversations(config.data)
     prompts = prompts_of(asked, tokenizer, chats, "validation.prompts")

@@ -20,14 +20,18 @@ MOST_MISTAKES = 20  # in one message
 
 GONE_KEYS = {
     "data.max_bad_fraction": 0.01,
+    "data.on_changed_files": "stop",
     "data.streams": 1,
     "data.weight_by": "source",
     "engine.grad_dtype": "auto",
+    "engine.share_links": "auto",
     "engine.slower_for_memory": 0.01,
     "machines.checkpoints": "shared",
+    "machines.compress": "none",
     "machines.connections": 4,
     "optimizer.adjust_lr": "match_rms_adamw",
     "optimizer.nesterov": True,
+    "trace.memory": False,
     "training.spike_factor": 10.0,
     "training.spike_window": 100,
 }

@@ -189,8 +189,8 @@ class Device(ABC):
         """Yield each queue with events that it has not passed, and a description of these."""
         for stream, events in self._events.items():
             self._forget_passed(events)
-            if events:
-                _, what, location = events[0]
+            if first := next(iter(events), None):  # another thread may forget it meanwhile
+                _, what, location = first
                 yield stream, f"has not passed {len(events)} event(s), the first one ({what}) of {location}"
 
     def _forget_passed(self, events: deque[tuple[Event, str, FaultLocation]]) -> None:
@@ -205,8 +205,9 @@ class Device(ABC):
     def release(self) -> None:
         """Let another engine use the device, whose buffers are free. No watcher stays."""
         self.watchers.clear()
-        for events in self._events.values():
-            events.clear()
+        with self._lock:  # the caller may look whether anything moves
+            for events in self._events.values():
+                events.clear()
 
     @abstractmethod
     def enter_thread(self) -> None:

@@ -32,7 +32,7 @@ from torchround.engine.program import Program
 from torchround.engine.reports import UpdateReport
 from torchround.engine.saver import Save
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED, Ownership
+from torchround.engine.store.bundles import BOUNDED, Bundle, Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Worker
@@ -133,11 +133,13 @@ class Engine:
                 raise EngineUsageError(
                     "on several machines an engine needs the share of each step (`step_share`)"
                 )
-            assert share is None or len(share.micro_batches) == len(micro_batches), "a share of another batch"
+            if share is not None and len(share.micro_batches) != len(micro_batches):
+                asked = f"a share of {len(share.micro_batches)} micro-batches came with {len(micro_batches)}"
+                raise EngineUsageError(asked)
             # An empty batch has a share too, so that the engine can refuse it by its own message.
             share = share or step_share(max(len(micro_batches), 1), self.settings.rounds, 0, 1)
-            own = Ownership(share.machine, share.num_machines) == self.store.ownership
-            assert own, "a share of another machine"
+            if (machine := Ownership(share.machine, share.num_machines)) != self.store.ownership:
+                raise EngineUsageError(f"the share is of {machine}, the store of {self.store.ownership}")
             share = share.after(self._program.rounds)
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks: list[StageTask] = []
@@ -225,8 +227,13 @@ class Engine:
         self.drain()
         self._require_no_open_step("true_device_weights")
         task, observer, is_whole = self._begin_rewrite(), self._board.observer, False
-        kept = self.store.write_true_weights(observer)
+        kept: list[tuple[Bundle, torch.Tensor]] = []
         try:
+            try:
+                self.store.write_true_weights(kept, observer)
+            except BaseException:
+                task.finish(self._board)
+                raise
             self._end_rewrite(task)
             yield
             is_whole = True

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchround.engine.board import Flag, Value, Values
 from torchround.engine.buffer_reservation import PassShape, forward_inputs
 from torchround.engine.device import NO_STEP, PASSED, Event
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.reports import StageReport, UpdateReport
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
@@ -179,6 +180,8 @@ class StepResult:
 
     def loss(self) -> float:
         """Return the mean loss per label. A training step's loss is that of all machines, once their calls have ended."""
+        if self.shape.gives_outputs:
+            raise EngineUsageError("Engine.forward gives outputs(), not a loss")
         sums: Sequence[float] = self.loss_sums()
         if self._all_sums is not None:
             sums = self._wait(self._all_sums)
@@ -190,6 +193,8 @@ class StepResult:
 
     def outputs(self) -> list[Hidden]:
         """Return what the last layer returned for each micro-batch, in host memory of its own, after `Engine.forward`."""
+        if not self.shape.gives_outputs:
+            raise EngineUsageError("this pass has a loss(); outputs are those of Engine.forward")
         return [unflatten(*each) for each in self._read_results()]
 
     def _read_results(self) -> list[tuple[list[Tensor], Structure]]:

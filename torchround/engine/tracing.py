@@ -105,7 +105,7 @@ class StepTraces(Observer):
 
     def _write_spans(self, path: Path) -> None:
         events = [event for result in self._finished for event in self._events(result) if event["dur"] > 0]
-        first_us = min(event["ts"] for event in events)
+        first_us = min((event["ts"] for event in events), default=0.0)
         for event in events:
             event["ts"] -= first_us
         for process, thread in sorted({(event["pid"], event["tid"]) for event in events}):

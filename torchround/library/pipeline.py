@@ -5,6 +5,7 @@ cannot work is refused by name, and so that the stages are cut from measured cos
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -75,6 +76,11 @@ class Pipeline:
         **settings: Any,
     ) -> None:
         check_net(net)
+        if update not in ("sync", "async") or not 0 <= max_norm < math.inf:
+            asked = f"update={update!r}, max_norm={max_norm!r}"
+            raise EngineUsageError(
+                f'{asked}; legal: update "sync" or "async", and a finite max_norm of at least 0'
+            )
         self.lr = settings.get("lr", DEFAULTS["lr"])
         self._seed, self._max_norm = seed, max_norm
         self._given = self.partition = partition

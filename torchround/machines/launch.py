@@ -6,6 +6,7 @@ machines meet under a random name first. Machine 0 compares all and writes the o
 
 import hashlib
 import json
+import os
 import socket
 import time
 import uuid
@@ -241,7 +242,9 @@ def differences(machines: Sequence[Machine], all_values: Sequence[Mapping[str, A
             text = given if isinstance(given, str) else json.dumps(given)
             holders.setdefault(text, []).append(str(machine))
         if len(holders) > 1:
-            shown = (f"{text[:SHOWN_CHARACTERS]} on {', '.join(on)}" for text, on in holders.items())
+            same = len(os.path.commonprefix([*holders]))
+            start = max(0, same - SHOWN_CHARACTERS // 2)  # long values are shown where they begin to differ
+            shown = (f"{text[start:][:SHOWN_CHARACTERS]} on {', '.join(on)}" for text, on in holders.items())
             lines.append(f"  {name}: {'; '.join(shown)}")
     return "\n".join(["the machines of this run must agree, but differ in", *lines]) if lines else ""
 

@@ -314,9 +314,9 @@ def cxx_compiler() -> str:
 def cache_folder() -> Path:
     """Make the user's folder of libraries, and return it; a new one if another user could have put code there."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(named).expanduser() / "torchround"
+    folder = Path(os.path.expanduser(named)) / "torchround"
     with suppress(OSError):  # a user in a container may have no home
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & stat.S_IWOTH:
+        if folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return folder
     return Path(tempfile.mkdtemp(prefix="torchround-"))

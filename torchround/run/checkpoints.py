@@ -93,7 +93,8 @@ class RunCheckpoints:
             path = self._checkpointer.checkpoints()[step]
             try:
                 verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
-                warn_of_changes(path, self._checkpointer.read_state(step), self._config)
+                more = "run.seed", "data", "lora.path", "checkpoint.load", "checkpoint.load_path"
+                warn_of_changes(path, self._checkpointer.read_state(step), self._config, *more)
             except DamagedCheckpointError:
                 step = None  # loading names the damage, and takes the checkpoint before
             except ForeignCheckpointError:

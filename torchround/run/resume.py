@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torchround.checkpoint import (
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config
+from torchround.config.validate import GONE_KEYS
 from torchround.run.run_folder import RunError
 from torchround.untrusted.terminal import terminal_safe
 
@@ -140,10 +141,19 @@ def first_state(
     return None, 0, {}
 
 
-def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config) -> None:
-    if changed := changes(state, config, LOSS_KEYS):
+def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config, *more: str) -> None:
+    if changed := [*changes(state, config, (*LOSS_KEYS, *more)), *_gone(state.get("config"))]:
         message = f"{path} was made with other settings; from now on {', '.join(changed)}"
         logger.warning("%s", terminal_safe(message))
+
+
+def _gone(before: Any) -> Iterator[str]:
+    """Yield what a checkpoint's run had for keys that are constants now, if it was another value."""
+    for key, constant in GONE_KEYS.items():
+        table, _, name = key.partition(".")
+        old = before.get(table) if isinstance(before, dict) else None
+        if isinstance(old, dict) and old.get(name, constant) != constant:
+            yield f"{key} {old[name]!r} -> {constant!r}"
 
 
 def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> list[str]:

@@ -84,7 +84,7 @@ class RunFolder:
 
     def _require_shared(self, holder: str) -> None:
         """Raise `RunError` on a machine that sees another folder than machine 0, whose lock names the `holder`."""
-        if self._holder() != holder:
+        if not holder or self._holder() != holder:
             with suppress(OSError):
                 self.path.rmdir()  # it was made just now, if nothing is in it
             raise RunError(
@@ -147,6 +147,7 @@ class RunFolder:
         os.truncate(self._lock, 0)
         holder = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})\n"
         os.pwrite(self._lock, holder.encode(), 0)
+        os.fsync(self._lock)  # a network's file system shows it to other machines then
 
 
 def disk_text(folder: RunFolder, question: RunQuestion) -> str:

@@ -221,12 +221,11 @@ class HostStore:
     def stale_or_predicted(self) -> list[Bundle]:
         return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
-    def write_true_weights(self, observer: Observer) -> list[tuple[Bundle, Tensor]]:
+    def write_true_weights(self, kept: list[tuple[Bundle, Tensor]], observer: Observer) -> None:
         """Make the newest device weights of this machine's bundles the fp32 weights, as a validation should see them.
 
-        `Engine.true_device_weights` calls it when no thread reads them. Returns what `restore_device_weights` takes.
+        `Engine.true_device_weights` calls it when no thread reads them. `kept` gets what `restore_device_weights` takes.
         """
-        kept: list[tuple[Bundle, Tensor]] = []
         for bundle in self.stale_or_predicted():
             if bundle.is_owned:
                 weights, room = (
@@ -239,7 +238,6 @@ class HostStore:
                 _copy(weights, spare, observer)
                 kept.append((bundle, spare))
                 _copy(bundle.fp32_weight, weights, observer)
-        return kept
 
     def restore_device_weights(self, kept: Sequence[tuple[Bundle, Tensor]], observer: Observer) -> None:
         """Undo `write_true_weights`, bit for bit."""

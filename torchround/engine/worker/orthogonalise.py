@@ -8,6 +8,7 @@ large symmetric products round differently than in `torch.optim.Muon`: they are 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -145,9 +146,13 @@ def _enqueue(device: Device, slot: DeviceSlot, piece: Tensor) -> tuple[Mark, Mar
     device.copy(Stream.ACTIVATION_UPLOAD, memory, piece)
     device.follow(Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, "an uploaded look-ahead")
     start = device.mark(Stream.COMPUTE)
-    device.run(Stream.COMPUTE, lambda: memory.copy_(orthogonalised(memory)), [memory], [memory])
+    device.run(Stream.COMPUTE, partial(_replace, memory), [memory], [memory])
     end = device.mark(Stream.COMPUTE)
     device.follow(Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE, "a direction")
     device.copy(Stream.GRADIENT_DOWNLOAD, piece, memory)
     slot.released = device.record(Stream.GRADIENT_DOWNLOAD, "a sent direction")
     return start, end
+
+
+def _replace(matrices: Tensor) -> None:
+    matrices.copy_(orthogonalised(matrices))
