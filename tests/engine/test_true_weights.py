@@ -18,6 +18,7 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine.board import Board
+from torchround.engine.store import host_store
 from torchround.engine.store.bundles import ASYNC_PREDICT, BOUNDED, SYNC
 
 
@@ -124,3 +125,25 @@ def test_predictions_that_gradients_have_no_room_for_come_back_too():
             assert all(torch.equal(*pair) for pair in pairs)
     assert store.bundles[1].gradient.dtype == torch.bfloat16
     assert all(torch.equal(bundle.version(store.step), old) for bundle, old in zip(store.bundles, before, strict=True))
+
+
+def test_a_fault_while_the_true_weights_are_written_leaves_the_predicted_ones_and_no_open_task(monkeypatch):
+    model = toy_model()
+    store = toy_store(model, policy=ASYNC_PREDICT)
+    with toy_engine(PARTITIONS["one layer a stage"], 2, model=model, store=store) as engine:
+        train(engine, toy_batches(2, micro_batches=2))
+        predicted = [bundle.version(store.step).clone() for bundle in store.owned]
+        calls, copy = [], host_store._copy
+
+        def fails_once(*arguments):
+            calls.append(arguments)
+            if len(calls) == 4:
+                raise MemoryError("planted")
+            copy(*arguments)
+
+        with monkeypatch.context() as during:
+            during.setattr(host_store, "_copy", fails_once)
+            with pytest.raises(MemoryError, match="planted"), engine.true_device_weights():
+                raise AssertionError("the block does not begin")
+        assert all(map(torch.equal, predicted, [bundle.version(store.step) for bundle in store.owned]))
+        train(engine, toy_batches(1, micro_batches=2))

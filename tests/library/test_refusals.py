@@ -124,7 +124,8 @@ def test_a_class_of_torch_gets_the_settings_that_are_given_and_keeps_its_own_def
         ({"state": "tiny"}, ValueError, "'exact' or 'compact'"),
         ({"beta": (0.9, 1.0)}, ValueError, "beta"),
         ({"optimizer": "muon", "betas": (0.9,)}, ValueError, "betas"),
-        ({"update": "bounded"}, KeyError, "bounded"),
+        ({"update": "bounded"}, EngineUsageError, "bounded"),
+        ({"max_norm": -1.0}, EngineUsageError, "max_norm"),
     ],
 )
 def test_settings_that_are_not_legal_are_refused_at_once(settings, error, message):

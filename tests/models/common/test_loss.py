@@ -1,10 +1,14 @@
 """The chunked loss, the CPU's and the accelerators', against plain cross entropy over all logits."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.support.rounding import BF16, FP16, FP32, assert_close_in_sums
+from torchround.engine.engine import forget_variables
 from torchround.layer import IGNORED_LABEL
 from torchround.models.common import loss
 from torchround.models.kernels import softmax_loss
@@ -178,3 +182,26 @@ def test_the_accelerators_scratch_is_one_chunk_of_logits(limit, tools):
     assert counted < peak_bytes < counted + hidden.nbytes + 64 * tokens
     # A whole gradient of the weight beside its sum would not fit into that.
     assert weight.nbytes > 64 * tokens
+
+
+def test_a_fault_inside_the_loss_keeps_no_tensor_alive(monkeypatch):
+    """As after any fault: the engine clears the variables of the frames, and device memory must then be free."""
+
+    def full(*_):
+        raise MemoryError("planted")
+
+    def fault():
+        hidden = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True) * 2
+        weight = torch.randn(50, 16, dtype=torch.bfloat16, requires_grad=True)
+        found.append(weakref.ref(hidden))
+        try:
+            loss.token_loss_sum(hidden, weight, torch.zeros(64, dtype=torch.int64))
+        except MemoryError as error:
+            return error
+
+    found = []
+    monkeypatch.setattr(loss, "softmax_loss_", full)
+    error = fault()
+    forget_variables(error, set())
+    gc.collect()
+    assert found[0]() is None and error is not None
