@@ -241,7 +241,8 @@ def planned_table() -> str:
         for share in (0.0, AS_FAST):
             plans = [planned(file, update, DEVICE_GIB, share) for file in MODELS.values()]
             cells = [f"{percent(plan.bubble)} ({plan.host_activation_bytes / GIB:.1f} GiB)" for plan in plans]
-            rows.append([f"`{update}`, {DEVICE_GIB} GiB per card, `slower_for_memory = {share:g}`", *cells])
+            which = f"up to {share:.0%} longer".replace("%", " %") if share else "the fastest"
+            rows.append([f"`{update}`, {DEVICE_GIB} GiB per card, {which}", *cells])
     for update in ("sync", "async"):
         plans = [planned(file, update, None) for file in MODELS.values()]
         cells = [f"{percent(plan.bubble)} ({plan.device_bytes / GIB:.0f} GiB)" for plan in plans]

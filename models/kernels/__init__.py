@@ -1,1 +1,1 @@
-"""Fused operations for accelerators: each is one kernel in Triton, and a reference in plain PyTorch for every device."""
+"""Fused operations for accelerators: losses, grouped products and sinks, each with kernels in Triton."""

@@ -302,7 +302,7 @@ class MachinesTable(Table):
     """Host memory of each planned machine, in GiB, of which a plan uses at most 95 %. Default: no limit."""
 
     gbit_per_s: PositiveFloat | None = None
-    """Rate of the network between two planned machines, in Gb/s each way. Default: plans are made for 10, 25 and 100."""
+    """Rate of the network between two planned machines, in Gb/s each way. Default: bytes alone are counted."""
 
 
 class ValidationTable(Table):
