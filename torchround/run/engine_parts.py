@@ -113,7 +113,6 @@ def build_store(
         policy=policy,
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
-        gradient_dtype=numbers.gradient_dtype,
         mapped=mapped,
         ownership=ownership,
         optimizer=make_optimizer(numbers.optimizer),

@@ -63,11 +63,6 @@ class RunNumbers:
         return DTYPES[self.training.dtype]
 
     @property
-    def gradient_dtype(self) -> torch.dtype:
-        """Type that gradients travel to the host in."""
-        return self.dtype
-
-    @property
     def accumulate_dtype(self) -> torch.dtype:
         """Type that devices add gradients up in."""
         return DTYPES[self.engine.accumulate_dtype]
@@ -123,9 +118,9 @@ def run_question(
         rounds=engine.rounds or 1,  # one round unless the config asks for more
         recompute=engine.recompute,
         element_bytes=numbers.dtype.itemsize,
-        gradient_bytes=numbers.gradient_dtype.itemsize,
+        gradient_bytes=numbers.dtype.itemsize,
         accumulate_bytes=numbers.accumulate_dtype.itemsize,
-        float16_gradients=numbers.gradient_dtype is torch.float16,
+        float16_gradients=numbers.dtype is torch.float16,
         reader_bytes=READER_BUFFERS * READER_BUFFER_BYTES * hardware.num_devices if reads_files else 0,
         loader_bytes_for=loader_bytes_for,
         constant_bytes=model.constant_bytes(),
@@ -201,7 +196,7 @@ def _counted_costs(
     matrices: Sequence[Sequence[torch.Size]],
 ) -> Callable[[int, int, int], Costs]:
     numels, dtype = layer_numels(model), numbers.training.dtype
-    moving = numbers.engine.update, numbers.dtype.itemsize, numbers.gradient_dtype.itemsize
+    moving = numbers.engine.update, numbers.dtype.itemsize, numbers.dtype.itemsize
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
     device = hardware.spec or ASSUMED_DEVICE
