@@ -25,7 +25,7 @@ FEW_DOCUMENTS = (
     "it takes whole documents, and a text file is one: part the text into more files, or into lines of JSON "
     '{"text": ..}, or name other files in validation.sources'
 )
-LEAST_BAD_RECORDS = 10
+LEAST_BAD_RECORDS, MOST_BAD = 10, 0.01
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MixSettings:
 
     `epochs = None`: each source starts over in a new order after its last document. Otherwise each document comes
     exactly `epochs` times, and a source at its end leaves the mix to the others. With `skip_bad`, bad records are left
-    out up to the fraction `max_bad_fraction` of a source's documents. The fraction `held_out` of the
+    out up to the fraction `MOST_BAD` of a source's documents. The fraction `held_out` of the
     documents is for validation: with `validation` only those are read, otherwise only the others.
     """
 
@@ -43,7 +43,6 @@ class MixSettings:
     seed: int = 0
     epochs: int | None = None
     skip_bad: bool = False
-    max_bad_fraction: float = 0.01
     held_out: float = 0.0
     validation: bool = False
 
@@ -180,7 +179,7 @@ class Reader(BaseNode[DocumentPiece]):
 
     def _skip_bad(self, number: int, error: DataError) -> None:
         """Count a record as bad. Raises `DataError` after too many, at the same record in a resumed run."""
-        progress, bound = self._progress[number], self._settings.max_bad_fraction
+        progress, bound = self._progress[number], MOST_BAD
         progress.bad += 1
         # A small source would pass a small fraction with one bad record. The least number is one of each pass, because
         # later passes meet the same bad records again.
