@@ -210,6 +210,22 @@ def test_a_kernel_with_other_bits_is_not_used(kernels, monkeypatch, caplog):
     assert "does not give the uncompiled one's bits" in record.getMessage()
 
 
+@pytest.mark.parametrize("flaw", ["denormals", "in place"])
+def test_a_kernel_that_errs_for_some_numbers_or_memory_only_is_not_used(kernels, monkeypatch, flaw):
+    original = CompiledUpdate.__call__
+
+    def flawed(self, buffers, numbers):
+        original(self, buffers, numbers)
+        momentum = buffers.parts["exp_avg"]
+        if flaw == "denormals":
+            momentum[momentum.abs() < torch.finfo(torch.float32).tiny] = 0.0
+        elif buffers.written.data_ptr() == buffers.current.data_ptr():
+            momentum[-1:].neg_()
+
+    monkeypatch.setattr(CompiledUpdate, "__call__", flawed)
+    assert get_kernels([SPLIT[0]], lambda: None) == {}
+
+
 SLOW_COMPILER = """#!/bin/sh
 exec 3> {pipe}
 (echo begun >&3; sleep 60; echo alive >&3) &

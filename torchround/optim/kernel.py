@@ -281,29 +281,43 @@ def _publish(made: Path, library: Path) -> None:
 
 
 def check_bits(kind: KernelKind, kernel: UpdateKernel) -> None:
-    """Raise `KernelError` unless the kernel gives the uncompiled update's bits, in two updates of random weights."""
+    """Raise `KernelError` unless the kernel gives the uncompiled update's bits, in two updates of random weights.
+
+    Weights, gradients and so the state are of all sizes down to denormals. As engines ask for it, device weights are written
+    beside what is read, and over it.
+    """
     generator = torch.Generator().manual_seed(0)
-    start, gradient, direction = (torch.randn(CHECKED_ELEMENTS, generator=generator) for _ in range(3))
-    results = []
-    for used in (None, kernel):
-        upper, residual = split(start) if kind.splits else (None, None)
-        state = [part for value in kind.rule.values for part in kind.format.parts(value)]
-        buffers = UpdateBuffers(
-            *(kind.rule, kind.format, None if kind.splits else start.clone(), residual, upper),
-            written=torch.zeros(CHECKED_ELEMENTS, dtype=kind.written),
-            parts={part.name: torch.zeros(part.numel(CHECKED_ELEMENTS), dtype=part.dtype) for part in state},
-            gradient=gradient.to(kind.gradient),
-            direction=None if kind.direction is None else direction.to(kind.direction),
-        )
-        kept: list[Tensor] = []
-        for number in (1, 2):
-            update_(buffers, lr=1e-2, update=number, gradient_scale=0.7, kernel=used, predicts=kind.predicts)
-            written = (buffers.weight, buffers.residual, buffers.written, *buffers.parts.values())
-            # As bytes: two NaNs of the same bits are equal, and the two zeros are not.
-            kept += [tensor.view(torch.uint8).clone() for tensor in written if tensor is not None]
-        results.append(kept)
-    if not all(map(torch.equal, *results)):
-        raise KernelError("the compiled optimizer does not give the uncompiled one's bits here")
+    shape = 3, CHECKED_ELEMENTS
+    exponents = torch.randint(-46, 3, shape, generator=generator)
+    start, gradient, direction = torch.randn(shape, generator=generator) * 10.0**exponents
+    state = [part for value in kind.rule.values for part in kind.format.parts(value)]
+    for in_place in (False, True):
+        results = []
+        for used in (None, kernel):
+            upper, residual = split(start) if kind.splits else (None, None)
+            weight = None if kind.splits else start.clone()
+            over = (upper if kind.splits else weight) if in_place else None
+            if over is None or over.dtype != kind.written or kind.predicts:
+                over = torch.zeros(CHECKED_ELEMENTS, dtype=kind.written)
+            buffers = UpdateBuffers(
+                *(kind.rule, kind.format, weight, residual, upper, over),
+                parts={
+                    part.name: torch.zeros(part.numel(CHECKED_ELEMENTS), dtype=part.dtype) for part in state
+                },
+                gradient=gradient.to(kind.gradient),
+                direction=None if kind.direction is None else direction.to(kind.direction),
+            )
+            kept: list[Tensor] = []
+            for number in (1, 2):
+                update_(
+                    buffers, lr=1e-2, update=number, gradient_scale=0.7, kernel=used, predicts=kind.predicts
+                )
+                written = (buffers.weight, buffers.residual, buffers.written, *buffers.parts.values())
+                # As bytes: two NaNs of the same bits are equal, and the two zeros are not.
+                kept += [tensor.view(torch.uint8).clone() for tensor in written if tensor is not None]
+            results.append(kept)
+        if not all(map(torch.equal, *results)):
+            raise KernelError("the compiled optimizer does not give the uncompiled one's bits here")
 
 
 def cxx_compiler() -> str:
