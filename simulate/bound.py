@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from torchround.planning.costs import Costs
 from torchround.planning.memory import MemoryLimits
-from torchround.planning.partition import Partition
-from torchround.simulate.timeline import Task, TaskKind
+from torchround.planning.partition import Partition, SpanKind
+from torchround.simulate.timeline import Task
 
-FORWARD, BACKWARD, WEIGHT_GRADIENT = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
+FORWARD, BACKWARD, WEIGHT_GRADIENT = SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.WEIGHT_GRADIENT
 
 # Share of a layer's backward that makes the weights' gradients: one of two equal matrix products.
 WEIGHT_GRADIENT_SHARE = 0.5
@@ -76,13 +76,13 @@ class SimulationSetup:
 
 
 # One virtual stage: its tasks for one micro-batch, by kind, without their waits.
-Stage = dict[TaskKind, Task]
+Stage = dict[SpanKind, Task]
 
 
 class Action(NamedTuple):
     """One entry of a device's order; the numbers of micro-batches continue from step to step."""
 
-    kind: TaskKind
+    kind: SpanKind
     stage: int
     micro_batch: int
 

@@ -8,9 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchround.planning.costs import Costs
-from torchround.planning.partition import Partition, StageKind, StageTask, slots_before_late_jobs, step_tasks
+from torchround.planning.partition import (
+    Partition,
+    SpanKind,
+    StageKind,
+    StageTask,
+    slots_before_late_jobs,
+    step_tasks,
+)
 from torchround.planning.stage_times import KeptLink, LayerSums, layers_with_jobs
-from torchround.simulate.timeline import COMPUTE, HOST, Dependency, Task, TaskKind
+from torchround.simulate.timeline import COMPUTE, HOST, Dependency, Task
 
 
 def dispatch_tasks(
@@ -122,11 +129,11 @@ class _Builder:
                 cut = max(stage.start, min(stage.stop - 1, self.stale_layers))
                 after = self._arrival(self.producer.get((cut - 1, micro_batch))) + weights_ready
                 early = {"after": after, "holds_bytes": peak}
-                self._append(device, TaskKind.RECOMPUTE, early_s, inside, micro_batch, **early)
+                self._append(device, SpanKind.RECOMPUTE, early_s, inside, micro_batch, **early)
                 fields["frees_bytes"] = peak
             else:
                 fields |= {"after": fields["after"] + weights_ready, "scratch_bytes": peak}
-            task = self._append(device, TaskKind(stage.kind.value), late_s, inside, micro_batch, **fields)
+            task = self._append(device, SpanKind(stage.kind.value), late_s, inside, micro_batch, **fields)
             self.previous[micro_batch] = task
             if is_forward:
                 self.producer.update(((layer, micro_batch), task) for layer in inside)
@@ -144,9 +151,9 @@ class _Builder:
             memory = layer.job_slot_bytes + layer.job_scratch_bytes
             sources = gradients or [self.gradient_of[index]]
             for kind, seconds, stream, scratch in (
-                (TaskKind.WEIGHTS, layer.job_link_s, "job up", 0),
-                (TaskKind.ORTHOGONALISE, layer.job_s, COMPUTE, memory),
-                (TaskKind.GRADIENTS, layer.job_link_s, "job down", 0),
+                (SpanKind.WEIGHTS, layer.job_link_s, "job up", 0),
+                (SpanKind.ORTHOGONALISE, layer.job_s, COMPUTE, memory),
+                (SpanKind.GRADIENTS, layer.job_link_s, "job down", 0),
             ):
                 fields = {"after": _ends(sources), "stream": stream, "scratch_bytes": scratch}
                 sources = [self._append(device, kind, seconds, layers, -1, **fields)]
@@ -164,7 +171,7 @@ class _Builder:
             sources = [] if layer else [*gradients, *self.directions]
             after = _ends([self.gradient_of[layer]] if self.is_bounded else sources)
             own, seconds = range(layer, layer + 1), self.costs.layers[layer].optimizer_s
-            tasks[layer] = self._append(HOST, TaskKind.UPDATE, seconds, own, -1, after=after)
+            tasks[layer] = self._append(HOST, SpanKind.UPDATE, seconds, own, -1, after=after)
         return [tasks[layer] for layer in order]
 
     def _weights_ready(self, kind: StageKind, start: int, stop: int) -> tuple[Dependency, ...]:
@@ -182,7 +189,7 @@ class _Builder:
         return () if index is None else ((index, self.costs.hop_s),)
 
     def _append(
-        self, device: int, kind: TaskKind, seconds: float, layers: range, micro_batch: int, **more: Any
+        self, device: int, kind: SpanKind, seconds: float, layers: range, micro_batch: int, **more: Any
     ) -> int:
         """Add a task of this step and return its index."""
         self.tasks.append(Task(device, kind, seconds, layers, micro_batch, step=self.step, **more))

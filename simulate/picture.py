@@ -16,23 +16,24 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
+from torchround.planning.partition import SpanKind
 from torchround.simulate.schedules import ScheduleReport
-from torchround.simulate.timeline import Task, TaskKind
+from torchround.simulate.timeline import Task
 from torchround.untrusted.regular_file import replaced_whole
 
 # Names in the legend.
 NAMES = {
-    TaskKind.FORWARD: "forward",
-    TaskKind.RECOMPUTE: "recompute",
-    TaskKind.BACKWARD: "backward",
-    TaskKind.WEIGHT_GRADIENT: "weight gradient",
-    TaskKind.ORTHOGONALISE: "orthogonalisation",
+    SpanKind.FORWARD: "forward",
+    SpanKind.RECOMPUTE: "recompute",
+    SpanKind.BACKWARD: "backward",
+    SpanKind.WEIGHT_GRADIENT: "weight gradient",
+    SpanKind.ORTHOGONALISE: "orthogonalisation",
 }
 # Grey mixed into a layer's colour by the kind of task, as (share, grey level). Others have the full colour.
 SHADES = {
-    TaskKind.FORWARD: (0.6, 1.0),
-    TaskKind.RECOMPUTE: (0.8, 1.0),
-    **dict.fromkeys((TaskKind.WEIGHT_GRADIENT, TaskKind.ORTHOGONALISE), (0.35, 0.35)),
+    SpanKind.FORWARD: (0.6, 1.0),
+    SpanKind.RECOMPUTE: (0.8, 1.0),
+    **dict.fromkeys((SpanKind.WEIGHT_GRADIENT, SpanKind.ORTHOGONALISE), (0.35, 0.35)),
 }
 # Schedules whose usual name is not that of the command in capitals.
 TITLES = {
@@ -97,9 +98,9 @@ def _draw(
             left_ms, width_ms = (begin_s - start_s) * 1e3, (end_s - begin_s) * 1e3
             fill = _colour(task, num_layers)
             panel.add_patch(Rectangle((left_ms, top), width_ms, ROW, fc=fill, ec="white", lw=0.25))
-            upper = FUSED_FORWARD * ROW if task.kind is TaskKind.FUSED else 0.0
+            upper = FUSED_FORWARD * ROW if task.kind is SpanKind.FUSED else 0.0
             if upper:
-                pale = _colour(replace(task, kind=TaskKind.FORWARD), num_layers)
+                pale = _colour(replace(task, kind=SpanKind.FORWARD), num_layers)
                 panel.add_patch(Rectangle((left_ms, top), width_ms, upper, fc=pale, lw=0))
             # Work for an update is of no micro-batch.
             if task.micro_batch >= 0 and end_s - begin_s > numbered_s:
@@ -125,17 +126,17 @@ def _colour(task: Task, num_layers: int) -> tuple[float, ...]:
     return _shaded(task.kind, 0.08 + 0.84 * middle)
 
 
-def _shaded(kind: TaskKind, place: float) -> tuple[float, ...]:
+def _shaded(kind: SpanKind, place: float) -> tuple[float, ...]:
     share, grey = SHADES.get(kind, (0.0, 1.0))
     return tuple(share * grey + (1 - share) * part for part in COLOURS(place)[:3])
 
 
 def _legend(figure: Figure, tasks: Sequence[Task], title: str) -> None:
     used = {task.kind for task in tasks}
-    shades = {kind: Patch(fc=_shaded(kind, 0.3)) for kind in TaskKind}
+    shades = {kind: Patch(fc=_shaded(kind, 0.3)) for kind in SpanKind}
     shown: dict[str, Any] = {name: shades[kind] for kind, name in NAMES.items() if kind in used}
-    if TaskKind.FUSED in used:
-        shown["both in one"] = shades[TaskKind.FORWARD], shades[TaskKind.FUSED]
+    if SpanKind.FUSED in used:
+        shown["both in one"] = shades[SpanKind.FORWARD], shades[SpanKind.FUSED]
     shown["idle"] = Patch(**IDLE)
     # The title is the legend's, which the layout keeps clear of the panels; a title of the figure would cover the legend.
     figure.legend(

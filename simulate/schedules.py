@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torchround.planning.partition import split_evenly
+from torchround.planning.partition import SpanKind, split_evenly
 from torchround.planning.planner import make_plan
 from torchround.simulate.bound import (
     BACKWARD,
@@ -26,7 +26,7 @@ from torchround.simulate.bound import (
 )
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import Run, simulate, steady_state
-from torchround.simulate.timeline import COMPUTE, Task, TaskKind
+from torchround.simulate.timeline import COMPUTE, Task
 from torchround.simulate.transfers import offload_activations, swap_weights, uniform_grid
 
 
@@ -316,9 +316,9 @@ def _drift(line: Run, backwards_per_update: int | None) -> int:
     for index in sorted(computed, key=lambda i: (line.start_s[i], line.end_s[i], i)):
         task = line.tasks[index]
         version = backwards[task.device] // backwards_per_update
-        if task.kind is TaskKind.FORWARD:
+        if task.kind is SpanKind.FORWARD:
             version_read[task.device, task.micro_batch] = version
-        elif task.kind is TaskKind.BACKWARD:
+        elif task.kind is SpanKind.BACKWARD:
             drift = max(drift, version - version_read[task.device, task.micro_batch])
             backwards[task.device] += 1
     return drift

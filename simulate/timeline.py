@@ -5,34 +5,14 @@ The simulator's own; traces of runs have the same form (`engine/tracing.py`).
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
+
+from torchround.planning.partition import SpanKind
 
 Dependency = tuple[int, float]  # (index of a task, seconds that must pass after its end)
 
 COMPUTE = "compute"
 HOST = -1  # the "device" of work that no device does, such as the optimizer's
-
-
-class TaskKind(str, Enum):
-    """The kind of a task.
-
-    BACKWARD is the whole backward, or the input's gradient alone in schedules with WEIGHT_GRADIENT tasks.
-    FUSED is forward and backward in one. WEIGHTS and GRADIENTS are transfers of a stage up to a device and
-    down. ORTHOGONALISE is work of a device for the update.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    WEIGHT_GRADIENT = "weight_gradient"
-    FUSED = "fused"
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
-    RELOAD = "reload"
-    WEIGHTS = "weights"
-    GRADIENTS = "gradients"
-    UPDATE = "update"
-    ORTHOGONALISE = "orthogonalise"
 
 
 @dataclass(frozen=True)
@@ -48,7 +28,7 @@ class Task:
     """
 
     device: int
-    kind: TaskKind
+    kind: SpanKind
     duration_s: float
     layers: range
     micro_batch: int
@@ -83,14 +63,14 @@ class Timeline:
 
 # Letters of kinds in labels, as in RoundPipe's figure 1. Other kinds have their names.
 LETTERS = {
-    TaskKind.FORWARD: "F",
-    TaskKind.BACKWARD: "B",
-    TaskKind.WEIGHT_GRADIENT: "W",
-    TaskKind.FUSED: "FB",
-    TaskKind.RECOMPUTE: "R",
-    TaskKind.OFFLOAD: "out",
-    TaskKind.RELOAD: "in",
-    TaskKind.ORTHOGONALISE: "O",
+    SpanKind.FORWARD: "F",
+    SpanKind.BACKWARD: "B",
+    SpanKind.WEIGHT_GRADIENT: "W",
+    SpanKind.FUSED: "FB",
+    SpanKind.RECOMPUTE: "R",
+    SpanKind.OFFLOAD: "out",
+    SpanKind.RELOAD: "in",
+    SpanKind.ORTHOGONALISE: "O",
 }
 
 

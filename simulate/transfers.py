@@ -13,6 +13,7 @@ from itertools import chain, groupby
 from math import ceil, floor, gcd
 from operator import itemgetter
 
+from torchround.planning.partition import SpanKind
 from torchround.simulate.bound import (
     BACKWARD,
     FORWARD,
@@ -22,9 +23,9 @@ from torchround.simulate.bound import (
     SimulationSetup,
     Stage,
 )
-from torchround.simulate.timeline import Task, TaskKind
+from torchround.simulate.timeline import Task
 
-OFFLOAD, RELOAD = TaskKind.OFFLOAD, TaskKind.RELOAD
+OFFLOAD, RELOAD = SpanKind.OFFLOAD, SpanKind.RELOAD
 
 # An action with its start on the grid; for a transfer the start of its slot, and the stage whose activations move.
 Planned = tuple[float, Action]
@@ -57,7 +58,7 @@ def swap_weights(
         gradients = sum(layer.gradient_bytes for layer in layers)
         upload = replace(
             start,
-            kind=TaskKind.WEIGHTS,
+            kind=SpanKind.WEIGHTS,
             stream="upload",
             duration_s=weights / rate,
             after=((before[-2], 0.0),) if len(before) > 1 else (),
@@ -68,7 +69,7 @@ def swap_weights(
         swapped.append(upload)
         swapped[first] = _waiting(start, len(swapped) - 1)
         if swapped[last].kind is BACKWARD:
-            download = replace(upload, kind=TaskKind.GRADIENTS, stream="download", moves_bytes=gradients)
+            download = replace(upload, kind=SpanKind.GRADIENTS, stream="download", moves_bytes=gradients)
             swapped.append(replace(download, duration_s=gradients / rate, after=((last, 0.0),)))
     return swapped
 

@@ -11,10 +11,10 @@ from tests.support.published_models import PARTITIONS, by_night, published_costs
 from tests.support.random_costs import costs as random_costs
 from tests.support.random_costs import exact_step_s, partitions
 from torchround.planning.costs import Costs, LayerCost
-from torchround.planning.partition import Partition
+from torchround.planning.partition import Partition, SpanKind
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import SAME_MOMENT_S, ScheduleDeadlockError, simulate, steady_state
-from torchround.simulate.timeline import Task, TaskKind, trace_events
+from torchround.simulate.timeline import Task, trace_events
 
 QWEN_1_7B, LLAMA_8B, GPT_OSS, QWEN_32B, QWEN_235B = PARTITIONS
 
@@ -63,7 +63,7 @@ def test_published_partitions_give_the_published_makespans(name, makespan_ms, pu
         early_s = costs.layers[-1].forward_s
         tasks = [
             replace(task, after=tuple((before, lag_s - early_s) for before, lag_s in task.after))
-            if task.kind is TaskKind.FUSED
+            if task.kind is SpanKind.FUSED
             else task
             for task in dispatch_tasks(partition, costs, 8, 16, 2)
         ]
@@ -110,7 +110,7 @@ def test_a_run_counts_as_settled_only_when_its_steps_repeat(data, costs, num_dev
 
 
 def test_a_circle_of_waits_is_an_error_that_names_a_task():
-    tasks = [Task(at, TaskKind.FORWARD, 1.0, range(1), 3 * at, after=((1 - at, 0.0),)) for at in (0, 1)]
+    tasks = [Task(at, SpanKind.FORWARD, 1.0, range(1), 3 * at, after=((1 - at, 0.0),)) for at in (0, 1)]
     with pytest.raises(ScheduleDeadlockError, match="2 of 2 tasks.*micro-batch 0"):
         simulate(tasks, 2)
 
@@ -124,7 +124,7 @@ def random_tasks(draw):
         after = tuple((before, draw(durations)) for before in sorted(befores))
         device, stream = draw(st.integers(0, 2)), draw(st.sampled_from(["compute", "copy"]))
         tasks.append(
-            Task(device, TaskKind.FORWARD, draw(durations), range(1), index, after, stream, draw(st.integers(0, 3)))
+            Task(device, SpanKind.FORWARD, draw(durations), range(1), index, after, stream, draw(st.integers(0, 3)))
         )
     return tasks
 
@@ -168,11 +168,11 @@ def test_ready_first_streams_never_overlap_never_idle_and_never_pass_over_a_bett
 
 def test_peak_bytes_counts_what_is_held_between_tasks_and_what_lives_inside_one():
     tasks = [
-        Task(0, TaskKind.FORWARD, 1.0, range(1), 0, holds_bytes=5, scratch_bytes=2),
-        Task(0, TaskKind.FORWARD, 1.0, range(1), 1, holds_bytes=5, scratch_bytes=2),
-        Task(0, TaskKind.BACKWARD, 1.0, range(1), 0, frees_bytes=5, scratch_bytes=3),
-        Task(0, TaskKind.FORWARD, 1.0, range(1), 2, holds_bytes=4, frees_bytes=9),
-        Task(1, TaskKind.FORWARD, 1.0, range(1), 2, scratch_bytes=7),
+        Task(0, SpanKind.FORWARD, 1.0, range(1), 0, holds_bytes=5, scratch_bytes=2),
+        Task(0, SpanKind.FORWARD, 1.0, range(1), 1, holds_bytes=5, scratch_bytes=2),
+        Task(0, SpanKind.BACKWARD, 1.0, range(1), 0, frees_bytes=5, scratch_bytes=3),
+        Task(0, SpanKind.FORWARD, 1.0, range(1), 2, holds_bytes=4, frees_bytes=9),
+        Task(1, SpanKind.FORWARD, 1.0, range(1), 2, scratch_bytes=7),
     ]
     assert simulate(tasks, 3).peak_bytes() == (13, 7, 0)
 

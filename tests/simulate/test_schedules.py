@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from tests.support.published_models import PARTITIONS, published_costs, published_partition
 from torchround.planning.costs import Costs, LayerCost
-from torchround.planning.partition import Partition
+from torchround.planning.partition import Partition, SpanKind
 from torchround.simulate.bound import ScheduleError, SimulationSetup, fastest_split
 from torchround.simulate.schedules import RULES, simulate_schedule
-from torchround.simulate.timeline import TaskKind
 
 pytestmark = pytest.mark.thorough
 QWEN_1_7B, LLAMA_8B, *_, QWEN_235B = PARTITIONS
@@ -143,17 +142,17 @@ def test_offloading_keeps_the_activations_of_table_1_and_transfers_take_turns_be
         assert all(timeline.end_s[a] <= timeline.start_s[b] + 1e-9 for a, b in pairwise(order))
     spans = zip(timeline.tasks, timeline.start_s, timeline.end_s, strict=True)
     when = {(task.kind, task.layers, task.micro_batch): (start, end) for task, start, end in spans}
-    reloads = [key[1:] for key in when if key[0] is TaskKind.RELOAD]
+    reloads = [key[1:] for key in when if key[0] is SpanKind.RELOAD]
     assert reloads, "nothing was offloaded"
     for key in reloads:
-        kinds = (TaskKind.FORWARD, TaskKind.OFFLOAD, TaskKind.RELOAD, TaskKind.BACKWARD)
+        kinds = (SpanKind.FORWARD, SpanKind.OFFLOAD, SpanKind.RELOAD, SpanKind.BACKWARD)
         assert all(one[1] <= other[0] for one, other in pairwise([when[(kind, *key)] for kind in kinds]))
 
 
 def test_mobius_uploads_weights_one_chunk_ahead():
     costs = Costs((LayerCost("layer", 5.0, 2.0, weight_bytes=10),) * 4)
     line = measured("mobius", costs, 1, 1, pcie_bytes_per_s=10.0).timeline
-    uploads = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind is TaskKind.WEIGHTS]
+    uploads = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind is SpanKind.WEIGHTS]
     # 1 s each, forwards at 1, 6, 11, 16: the third upload finds room when the first chunk is done at 6. The
     # last chunk stays for its backward (2 s, the head does not recompute) and the others come once more.
     assert uploads == pytest.approx([0, 1, 6, 11, 16, 23, 30])
@@ -171,7 +170,7 @@ def test_pacis_bounds_hold_for_any_stage_times_and_equal_stages_have_no_bubble(l
     report = measured("paci", costs, stages, 6, **settings)
     for device in range(stages):
         kinds = [report.timeline.tasks[index].kind for index in report.timeline.of_device(device)]
-        unresolved = [1 if kind is TaskKind.FORWARD else -1 for kind in kinds]
+        unresolved = [1 if kind is SpanKind.FORWARD else -1 for kind in kinds]
         # Admission q_i < N + 1 - i with i from 1 leaves at most N + 1 - i unresolved after it.
         assert max(sum(unresolved[: end + 1]) for end in range(len(unresolved))) <= stages - device
     assert report.drift <= -(-(stages - 1) // accumulate)

@@ -25,6 +25,27 @@ class StageKind(str, Enum):
     BACKWARD = "backward"
 
 
+class SpanKind(str, Enum):
+    """The kind of a span of time of a device or the host, in a run or a simulated one.
+
+    BACKWARD is the whole backward, or the input's gradient alone in schedules with WEIGHT_GRADIENT. FUSED is forward and
+    backward in one. OFFLOAD and RELOAD are copies of activations, WEIGHTS and GRADIENTS a stage's up to a device and down.
+    ORTHOGONALISE is work of a device for the update.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT_GRADIENT = "weight_gradient"
+    FUSED = "fused"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    UPDATE = "update"
+    ORTHOGONALISE = "orthogonalise"
+
+
 @dataclass(frozen=True)
 class Stage:
     """A range of layers `start <= l < stop` that one device runs for all micro-batches of a round."""
