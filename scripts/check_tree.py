@@ -31,13 +31,14 @@ TOP_LEVEL = frozenset(
 )
 
 # What each room may import besides itself. `commands` and the package's own names may import every room.
-BELOW_ENGINE = {"config", "layer", "planning", "untrusted"}
+BELOW_ENGINE = {"config", "errors", "layer", "planning", "untrusted"}
 BELOW_RUN = BELOW_ENGINE | set(
     "accelerators optim data checkpoint hf observe engine machines generation".split()
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),
     "accelerators": set(),
+    "errors": set(),
     "layer_work": set(),
     "layer": {"accelerators", "layer_work", "untrusted"},
     "keeping": set(),

@@ -278,7 +278,7 @@ class LayeredModel:
 
     A parameter that several layers share (the same `nn.Parameter` object) is tied: stored once, and each
     layer's gradient is added to it. Each device has its own copy of the buffers, which no layer may change. Raises
-    `ValueError` for names that repeat.
+    `ValueError` for names that repeat, and for buffers on `meta`.
 
     - `own_dtypes`: by stored name, the dtype in which a parameter computes if that is not the store's.
     """
@@ -290,6 +290,11 @@ class LayeredModel:
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"layer names repeat: {self.names}")
+        for name, layer in zip(self.names, self.layers, strict=True):
+            if lacking := [path for path, buffer in layer.named_buffers() if buffer.is_meta]:
+                raise ValueError(
+                    f"layer {name}: its buffers {lacking} are on `meta`, without values; make them real"
+                )
 
     def constant_bytes(self) -> int:
         """Count the bytes that the buffers take on each device."""

@@ -24,8 +24,8 @@ from tests.support.torch_loop import train as train_by
 from tests.support.toy import PARTITIONS, ToyBlock, planted_model, toy_batches, toy_engine, toy_model, train
 from torchround.config import EngineTable
 from torchround.engine.board import Board
-from torchround.engine.compiled import LayerCompiler
-from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.compiled import CompiledShape, LayerCompiler
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
 from torchround.engine.store.bundles import ASYNC, owner_of
 from torchround.layer import with_dropout_seeds
 from torchround.optim import HostOptimizer
@@ -407,19 +407,46 @@ def test_only_the_head_is_never_compiled():
         assert [call is layer for call, layer in zip(calls, model.layers, strict=True)] == [False] * 3 + [True]
 
 
-def test_layers_run_uncompiled_if_compiling_takes_too_much_memory(planted, warned):
-    batches = [micro_batches[:1] for micro_batches in BATCHES]
+@pytest.mark.parametrize("wraps", [False, True], ids=["as it is", "as a compiler's error"])
+def test_too_little_memory_to_compile_is_an_error_because_bits_must_not_depend_on_free_memory(
+    planted, wraps, monkeypatch
+):
+    model, rehearse = toy_model(), CompiledShape.rehearse
+    for index, layer in enumerate(model.layers[1:-1]):
+        layer.allocates = index == 3
+    planted[0] = 1
 
-    def run(call, compiler_of):
-        model = toy_model()
-        for index, layer in enumerate(model.layers[1:-1]):
-            layer.allocates = index == 3
-        planted[0] = call
-        compiler = compiler_of(model)
-        with toy_engine(PARTITIONS["one layer a stage"], 1, model=model, compiler=compiler) as engine:
-            return train(engine, batches), engine.store.named_views()
+    def wrapping(*arguments):
+        try:
+            rehearse(*arguments)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("the compiler failed") from error
 
-    found = run(1, lambda model: LayerCompiler(model, "aot_eager"))
+    if wraps:
+        monkeypatch.setattr(CompiledShape, "rehearse", wrapping)
+    compiler = LayerCompiler(model, "aot_eager")
+    engine = toy_engine(PARTITIONS["one layer a stage"], 1, model=model, compiler=compiler)
+    with pytest.raises(PipelineError, match=r"no memory to compile block.3 .*engine.compile = false") as raised:
+        train(engine, BATCHES)
+    assert isinstance(raised.value.__cause__, DeviceMemoryError)
+
+
+def test_a_shape_that_cannot_be_compiled_decides_nothing_for_another_one(warned):
+    """Otherwise results would depend on which of two devices meets its shape first."""
+    model = toy_model()
+
+    def backend(graph, inputs):
+        if any(tensor.shape[:1] == (3,) for tensor in inputs if isinstance(tensor, torch.Tensor) and tensor.ndim == 3):
+            raise ValueError("not this one")
+        return graph
+
+    compiler = LayerCompiler(model, backend)
+    block = model.layers[1].to_empty(device="cpu")
+    compiled = compiler.compiled(1, block, Board())
+    for size in (3, 3, 2):
+        part = toy_batches(1, micro_batches=2)[0][1]
+        part = replace(part, tokens=part.tokens[:1].repeat(size, 1), labels=part.labels[:1].repeat(size, 1))
+        compiled(torch.randn(size, part.tokens.shape[1], toy.WIDTH), part)
+    assert len(compiler.kinds[1].shapes) == 1
     [message] = warned()
-    assert "engine.compile: block.3 cannot be compiled (OutOfRoomError: 8 GiB" in message
-    assert_close(found, run(0, lambda model: None))
+    assert "cannot be compiled" in message

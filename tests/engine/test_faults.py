@@ -12,7 +12,7 @@ from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.update import Updater
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.device_worker import STAGE_JOB
 
 PARTITION = PARTITIONS["forward coarser"]
@@ -44,13 +44,13 @@ def test_the_first_of_two_faults_that_an_update_overcame_is_raised():
 
 
 def test_a_skipped_step_whose_copy_fails_speaks_of_no_second_try(monkeypatch):
-    def fail(updater, bundle, step):
+    def fail(store, bundle, step):
         raise PlantedError
 
     store = toy_store(toy_model(), policy=ASYNC)
     for device_weights in store.trained[1].device_weights:
         device_weights.fill_(torch.inf)
-    monkeypatch.setattr(Updater, "copy_version", fail)
+    monkeypatch.setattr(HostStore, "copy_version", fail)
     with pytest.raises(PipelineError, match="PlantedError.*some layers are updated.*do not save") as told:
         train(toy_engine(PARTITION, 2, store=store), BATCHES)
     assert not told.value.store_is_consistent

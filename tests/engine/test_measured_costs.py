@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine
-from torchround.engine.reports import Span, SpanKind, StageReport, layer_times
+from torchround.engine.reports import Span, StageReport, layer_times
 from torchround.planning.costs import Costs, KeptCost, LayerCost, measured_costs
-from torchround.planning.partition import StageKind, StageTask
+from torchround.planning.partition import SpanKind, StageKind, StageTask
 
 COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
 

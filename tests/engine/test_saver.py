@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 
-from tests.support.faults import Bomb, armed, wait_until
+from tests.support.faults import Bomb, PlantedError, armed, wait_until
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.folders import UNFINISHED, checkpoint_name
 from torchround.engine.errors import PipelineError, Stopped
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.device_worker import STAGE_JOB
 
 PARTITION = PARTITIONS["backward coarser"]
@@ -144,6 +145,25 @@ def until_abandoned(source):
         while True:
             source.raise_if_abandoned()
             time.sleep(0.001)
+
+
+@pytest.mark.parametrize("method", ["resume_state", "bundle_views"])
+def test_a_fault_before_a_save_is_written_is_an_error_of_that_save_alone(monkeypatch, method):
+    def fails(*arguments):
+        raise PlantedError
+
+    first, second = toy_batches(2, micro_batches=4)
+    with build() as engine:
+        step(engine, first)
+        with monkeypatch.context() as during:
+            during.setattr(HostStore, method, fails)
+            save = engine.save(lambda source: "written")
+            with pytest.raises(PipelineError, match="saver: PlantedError"):
+                save.result()
+        assert save.ended
+        step(engine, second)
+        assert engine.save(lambda source: "written").result() == "written"
+    assert engine.store.step == 2
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)

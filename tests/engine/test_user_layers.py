@@ -8,13 +8,20 @@ import torch
 from tests.support.any_layers import any_batches, any_model
 from tests.support.engine_rows import Row, assert_same
 from tests.support.reference import Reference
-from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine, train
+from tests.support.toy import PARTITIONS, ToyEmbedding, planted_model, toy_batches, toy_engine, toy_model, train
 from torchround.engine.compiled import LayerCompiler
 from torchround.planning.partition import Partition
 
 PARTITION = Partition((2, 2), 2, (3, 1))
 # As many stages as fit: two on each device.
 TWO_STAGES_EACH = {1: Partition((3,), 3, (3,)), 2: Partition((2, 1, 1), 2, (4,))}
+
+
+def test_a_buffer_without_values_is_named_with_its_layer():
+    model = toy_model()
+    model.layers[2].register_buffer("table", torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match=r"layer block.1: its buffers \['table'\] are on `meta`, without values"):
+        replace(model)
 
 
 def test_several_machines_train_them_to_the_bits_of_one():
@@ -47,7 +54,7 @@ def test_layers_that_name_no_part_to_keep_are_recomputed_with_one_warning(caplog
         with toy_engine(PARTITION, 2, model=any_model(), kept=kept) as engine:
             found.append(train(engine, [any_batches(2)]))
     assert found[0] == found[1]
-    assert caplog.text.count("recorded 0 bytes to keep") == 1
+    assert caplog.text.count("recorded 0 bytes to keep of a micro-batch, but it was to keep down.") == 1
 
 
 def test_layers_that_may_be_compiled_run_as_they_are_if_they_cannot():

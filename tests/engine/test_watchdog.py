@@ -27,12 +27,11 @@ from tests.support.faults import (
     this_thread,
 )
 from tests.support.toy import planted_model, toy_batches, toy_engine, toy_model, toy_store, train, watched
-from torchround.engine.board import Board, Observer, Value
+from torchround.engine.board import LOOKS, Board, Observer, Value, Watchdog
 from torchround.engine.device import PASSED, CpuDevice, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.passes import BOUNDARY, BOUNDARY_GRADIENT, KEPT, LOSS, STAGE_ENQUEUED, UPDATED, Pass
 from torchround.engine.tasks import Access
-from torchround.engine.watchdog import LOOKS, Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB
 
 __all__ = ["brief_joins", "over", "planted"]
@@ -218,6 +217,8 @@ def test_a_device_queue_that_stands_still_is_named_with_its_first_unfinished_eve
         return watched(StuckDevice(event), StuckQueue(stream, 2, event)) if device.name == "cpu:0" else device
 
     error = hang(hanging_engine(wrap=wrap), "loss" if stream is Stream.ACTIVATION_DOWNLOAD else "update")
+    if stream is Stream.ACTIVATION_DOWNLOAD:
+        assert "waits for a device to finish the loss of micro-batch 0 of pass" in error.report[0]
     [line] = [line for line in error.report if line.startswith(f"  its {stream.value} queue")]
     assert re.search(rf"not passed \d+ event\(s\), the first one \({what}\) of device cpu:0, \w+ stage \(.*\)", line)
 

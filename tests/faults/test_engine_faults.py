@@ -33,11 +33,11 @@ from tests.support.faults import (
     planted,
 )
 from tests.support.toy import KEPT, PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
-from torchround.engine import update
 from torchround.engine.device import Stream
 from torchround.engine.errors import EngineUsageError, FaultLocation, HangError, PipelineError
 from torchround.engine.passes import KEPT as KEPT_ACTIVATIONS
 from torchround.engine.passes import LOSS
+from torchround.engine.store import host_store
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.optim.optimizer import make_optimizer
@@ -240,7 +240,7 @@ def expected(fault):
 
 def run(fault, store, bomb):
     with pytest.MonkeyPatch.context() as patch:
-        before(patch, update, "update_", bomb)
+        before(patch, host_store, "update_", bomb)
         with engine_of(fault, store, bomb) as engine:
             results = []
             for step, batch in enumerate(BATCHES):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchround.engine.errors import EngineUsageError
 from torchround.optim import HostOptimizer, HostOptimizerError
 
 
@@ -76,8 +77,9 @@ def test_what_a_step_changes_in_its_groups_stays_and_is_shown():
     ],
 )
 def test_what_cannot_work_is_refused_by_name(make, words):
-    with pytest.raises(HostOptimizerError, match=words):
+    with pytest.raises(HostOptimizerError, match=words) as raised:
         bound(make)
+    assert isinstance(raised.value, EngineUsageError)
 
 
 @pytest.mark.parametrize(

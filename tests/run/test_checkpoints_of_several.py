@@ -88,7 +88,8 @@ def test_two_machines_continue_from_a_checkpoint_of_one_or_begin_with_its_weight
         store, checkpoints = machine_store(options, group), checkpoints_of(options, group)
         if not checkpoints.restore(store, SimpleNamespace(load_state_dict=positions.append, state_dict=dict)):
             folder, model = given_folder(options.config), build_model(options, BYTES_VOCABULARY)
-            starting_weights(folder, model, {}).load(store.filling())
+            with store.writing() as weights:
+                starting_weights(folder, model, {}).load(weights)
             return {**store.weights()}
         assert checkpoints.position.step == store.step == STEPS
         assert positions == [small_runs.saved_state(name)["data"]]

@@ -54,7 +54,7 @@ def test_the_budget_is_what_the_host_store_allocates(shape, dtype, update, round
     store.allocate_gradients(rounds)
     # Parts of sums land in buffers of the engine's pool, which are whole pages.
     summed = [bundle for bundle in store.trained if bundle.adds_up]
-    itemsize = store.gradient_dtype.itemsize
+    itemsize = store.dtype.itemsize
     landing = sum(len(bundle.layers) * whole_pages(bundle.numel * itemsize) for bundle in summed)
     assert budget.state_bytes == store.nbytes() + landing
     gradients = [bundle.gradient.nbytes for bundle in store.trained if bundle.gradient is not None]

@@ -32,7 +32,7 @@ AXES = {
     "update": ("sync", "async", "predict", "bounded", "stale"),
     "optimizer": ("adamw", "adamw8", "muon", "muon8", "torch"),
     "dtype": ("fp32", "bf16", "fp16"),
-    "gradient": ("own", "wide", "narrow"),
+    "gradient": ("own", "narrow"),
     "clip": ("global", "layer", "none"),
     "rounds": ("1", "2"),
     "calls": ("1", "2"),
@@ -49,41 +49,41 @@ AXES = {
 # A pairwise cover, drawn by `cover`. Without the rows of compiled runs it still meets every pair of the other axes.
 TABLE = """
 devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds  calls  kept   recompute  link   tied  experts  adapters  evaluates  stopped  compiled
-.        2         forward   .        .          bf16   wide      .      .       .      all    .          early  tied  .        .         .          .        .
-.        2         .         .        adamw8     fp16   wide      layer  2       .      upper  layer      .      tied  .        .         .          .        .
+.        2         forward   .        .          bf16   .         .      .       .      all    .          early  tied  .        .         .          .        .
+.        2         .         .        adamw8     fp16   .         layer  2       .      upper  layer      .      tied  .        .         .          .        .
 2        2         forward   .        muon       fp16   .         layer  .       .      .      layer      .      tied  .        .         .          .        .
 3        2         each      .        muon       fp16   narrow    none   .       .      .      .          .      .     .        adapters  .          .        .
 8        3         backward  .        muon       bf16   .         layer  .       .      all    .          .      .     .        .         .          .        .
 3        .         backward  .        muon8      bf16   narrow    layer  2       .      upper  .          .      .     .        .         .          .        .
 8        .         each      .        muon8      bf16   .         .      .       .      .      .          .      .     .        .         .          .        .
-.        3         .         .        muon8      .      wide      none   2       .      .      layer      .      .     experts  .         evaluates  .        .
-2        .         backward  .        torch      bf16   wide      .      2       .      upper  .          .      tied  .        .         .          .        .
+.        3         .         .        muon8      .      .         none   2       .      .      layer      .      .     experts  .         evaluates  .        .
+2        .         backward  .        torch      bf16   .         .      2       .      upper  .          .      tied  .        .         .          .        .
 3        .         each      .        torch      .      .         layer  .       2      upper  timed      .      tied  experts  .         .          stopped  .
-.        3         forward   async    .          fp16   wide      .      .       .      all    timed      .      .     .        .         .          .        .
+.        3         forward   async    .          fp16   .         .      .       .      all    timed      .      .     .        .         .          .        .
 2        3         each      async    adamw8     bf16   narrow    .      2       .      all    .          .      .     experts  adapters  evaluates  stopped  .
-.        .         each      async    muon       .      wide      .      .       2      all    layer      .      tied  experts  adapters  evaluates  stopped  .
-3        3         .         async    muon       fp16   wide      .      2       .      upper  timed      early  tied  .        .         evaluates  .        .
+.        .         each      async    muon       .      .         .      .       2      all    layer      .      tied  experts  adapters  evaluates  stopped  .
+3        3         .         async    muon       fp16   .         .      2       .      upper  timed      early  tied  .        .         evaluates  .        .
 2        .         forward   async    muon8      fp16   narrow    layer  2       2      .      .          early  .     .        .         .          .        .
 .        2         backward  async    muon8      fp16   .         .      .       .      all    timed      early  tied  experts  adapters  .          stopped  .
-.        .         forward   async    torch      bf16   wide      none   .       .      all    .          .      .     .        .         .          .        .
+.        .         forward   async    torch      bf16   .         none   .       .      all    .          .      .     .        .         .          .        .
 8        .         .         async    torch      fp16   narrow    layer  2       2      .      layer      early  .     .        adapters  evaluates  .        .
 8        .         .         predict  .          bf16   .         none   .       2      all    .          .      tied  .        .         .          .        .
 8        2         forward   predict  .          .      .         none   2       .      upper  timed      .      .     experts  adapters  evaluates  .        .
-8        3         each      predict  .          .      wide      .      2       .      .      layer      early  .     .        .         .          .        .
-.        .         backward  predict  adamw8     .      wide      layer  .       .      all    timed      early  .     .        .         .          .        .
+8        3         each      predict  .          .      .         .      2       .      .      layer      early  .     .        .         .          .        .
+.        .         backward  predict  adamw8     .      .         layer  .       .      all    timed      early  .     .        .         .          .        .
 3        .         backward  predict  adamw8     bf16   narrow    layer  .       2      .      layer      .      tied  .        .         .          .        .
 2        3         .         predict  adamw8     fp16   .         none   .       .      .      timed      early  tied  .        .         .          stopped  .
 3        .         forward   bounded  .          bf16   narrow    layer  .       .      all    timed      .      .     experts  adapters  .          stopped  .
-.        .         .         bounded  adamw8     .      wide      layer  2       .      all    timed      .      tied  .        .         .          .        .
-2        .         backward  bounded  adamw8     .      wide      layer  2       .      upper  layer      .      tied  .        .         evaluates  .        .
+.        .         .         bounded  adamw8     .      .         layer  2       .      all    timed      .      tied  .        .         .          .        .
+2        .         backward  bounded  adamw8     .      .         layer  2       .      upper  layer      .      tied  .        .         evaluates  .        .
 8        .         each      bounded  adamw8     bf16   .         none   2       .      .      .          early  tied  .        .         .          .        .
 2        .         each      stale    .          .      .         layer  .       .      .      timed      .      .     .        .         .          .        .
 3        .         forward   stale    .          .      .         none   .       .      .      timed      .      tied  .        .         .          .        .
-8        .         backward  stale    .          bf16   wide      none   .       .      .      layer      .      tied  experts  .         .          stopped  .
+8        .         backward  stale    .          bf16   .         none   .       .      .      layer      .      tied  experts  .         .          stopped  .
 .        .         forward   stale    adamw8     .      narrow    layer  .       .      upper  .          early  .     .        adapters  evaluates  .        .
 2        2         forward   stale    adamw8     .      .         layer  2       2      .      timed      .      .     .        .         evaluates  .        .
 2        3         .         bounded  .          bf16   narrow    layer  .       2      upper  layer      early  .     experts  .         .          stopped  .
-8        3         each      stale    adamw8     bf16   wide      none   .       .      upper  .          .      .     experts  .         evaluates  .        .
+8        3         each      stale    adamw8     bf16   .         none   .       .      upper  .          .      .     experts  .         evaluates  .        .
 .        2         each      bounded  adamw8     bf16   .         none   2       2      .      .          early  .     experts  .         evaluates  .        .
 .        .         .         .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        layers
 .        .         backward  .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        update
@@ -92,8 +92,8 @@ devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds 
 8        3         backward  .        muon8      .      .         .      .       .      .      .          .      .     .        .         .          .        layers
 .        .         .         .        torch      .      .         .      .       .      .      .          .      .     .        .         .          .        layers
 .        .         .         .        torch      .      .         .      .       .      .      .          .      .     .        .         .          .        update
-2        2         forward   async    adamw8     bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  update
-2        2         each      async    muon       bf16   wide      layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  layers
+2        2         forward   async    adamw8     bf16   .         layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  update
+2        2         each      async    muon       bf16   .         layer  2       .      all    layer      early  tied  experts  adapters  evaluates  stopped  layers
 3        3         .         predict  .          fp16   narrow    none   .       .      upper  timed      .      .     .        .         .          .        update
 3        .         forward   predict  adamw8     fp16   narrow    none   .       2      upper  timed      .      .     .        .         .          .        layers
 .        .         .         bounded  .          .      .         layer  .       .      .      .          .      .     .        .         .          .        layers
@@ -285,7 +285,6 @@ class Row:
             "policy": POLICIES[self.update],
             "optimizer": make_optimizer(self.table) if self.table else NO_STATE,
         }
-        options |= {"gradient_dtype": torch.float32} if self.gradient == "wide" else {}
         store = toy_store(model, DTYPES[self.dtype], seed, **options)
         store.spikes = SpikeBounds(*self.spikes)
         store.loss_scaling = LossScaling(self.dtype == "fp16", self.loss_scale)
@@ -387,7 +386,6 @@ class Row:
             model, weights, self.table or torch_adamw, "bounded" if self.update == "stale" else self.update,
             DTYPES[self.dtype], rounds=self.rounds * self.machines, clip=self.clip, device=device,
             max_norm=0.0 if self.clip == "none" else MAX_NORM, stale=self.stale_layers, stale_rounds=self.machines,
-            gradient_dtype=torch.float32 if self.gradient == "wide" else None,
             accumulate=torch.bfloat16 if self.gradient == "narrow" else torch.float32, loss_scale=self.loss_scale, **options,
         )  # fmt: skip
         outcome = Outcome()

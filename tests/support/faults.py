@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from torchround.engine import engine as controller
-from torchround.engine.board import Board, Observer
+from torchround.engine.board import Board, Observer, Watchdog
 from torchround.engine.device import PASSED, CpuDevice
 from torchround.engine.tasks import DECISION, GRADIENT, PART, WEIGHTS, Access, Task
-from torchround.engine.watchdog import Watchdog
 
 # Accesses by kind, once they have ended.
 UPLOADED, WRITTEN = f"{WEIGHTS}, read", f"{WEIGHTS}, written"

@@ -73,7 +73,7 @@ class Reference:
     def of(cls, model, store, optimizer=OPTIMIZER, **options):
         policy = store.policy
         usual = {"update": "predict" if policy.predicts else policy.name, "dtype": store.dtype}
-        usual |= {"gradient_dtype": store.gradient_dtype, "clip": "layer" if policy.name == "bounded" else "global"}
+        usual |= {"clip": "layer" if policy.name == "bounded" else "global"}
         return cls(model, store.weights(), optimizer, **usual | options)
 
     def train(self, batches, lr=1e-2):

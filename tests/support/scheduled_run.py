@@ -14,10 +14,10 @@ from tests.support.device_toy import device_engine
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.reference import Reference
 from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
+from torchround.engine.board import Watchdog
 from torchround.engine.device import AcceleratorDevice, Device, Stream
 from torchround.engine.store.bundles import OLDER_WEIGHTS, SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.watchdog import Watchdog
 from torchround.models import FAMILIES
 from torchround.optim import make_optimizer
 
@@ -60,7 +60,7 @@ def scheduled(scheduler, schedule):
     threads = HostThreads(scheduler)
     with pytest.MonkeyPatch.context() as patched:
         # The watchdog polls events in naps. A question makes nothing run here, and the length of a nap is chance.
-        patched.setattr(Watchdog, "synchronize", lambda watchdog, event: event.synchronize())
+        patched.setattr(Watchdog, "synchronize", lambda watchdog, event, words: event.synchronize())
         patched.setattr(Device, "_forget_passed", lambda device, events: None)
         scheduler.run_adversarially(schedule.seed)
         threads.install(patched)

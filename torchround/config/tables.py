@@ -464,7 +464,7 @@ class EngineTable(Table):
     """Code that is compiled (docs/engine.md). `true`: the host's optimizer update and the layers. `auto`: the layers on `cuda`
     if the device has room, and the update from 2^21 trained parameters on. Losses of compiled layers differ in the
     last bits. Needs a C++ compiler (`CXX`) and, on GPUs, Triton with a C compiler (`CC`) and Python's headers. Code that cannot
-    be compiled runs uncompiled, with a warning for each kind of layer. So do layers with buffers, without one."""
+    be compiled runs uncompiled, with one warning; layers with buffers do without one. Too little memory for it is an error."""
 
     compile_options: dict[str, bool | int | float | str] | None = None
     """Options of Inductor for the layers, passed on as `options` of `torch.compile`. `{ "triton.cudagraphs" = true }` captures the

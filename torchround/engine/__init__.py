@@ -2,10 +2,11 @@
 
 Where to look (`docs/engine.md` explains it):
 
-- Who writes a weight, and when: `program.py` lists every task of a step with the memory that it reads and writes. Writers
-  outside steps are listed at `HostStore.derive_device_weights` (`store/host_store.py`).
+- Who writes a weight, and when: only the methods of `HostStore` that the table of `store/host_store.py` lists. `program.py`
+  orders those of a step, in its section "Tasks that write weights", and `update.py` calls them on the optimizer's thread.
 - Who waits for whom: `tasks.py` derives it from the program. Values that are made once are in `passes.py`, the waits in `board.py`.
-- Where a hang is noticed and reported: `watchdog.py`, by the caller's thread while it waits. The error is `HangError` (`errors.py`).
+- Where a hang is noticed and reported: `Watchdog` in `board.py`, by the caller's thread while it waits. The call in progress
+  raises its `HangError` (`errors.py`).
 - What a fault does: `board.py` keeps the first one and stops all waits, `Engine._stop` (`engine.py`) ends the threads.
 - What a new mode changes, in the engine: its policy (`store/bundles.py`), its place in `program.py`, what its tasks do (`update.py`)
   and what it cannot do (`settings.py`). `passes.py` and `worker/device_worker.py` ask which version a stage reads, `host_store.py` what

@@ -18,9 +18,17 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import Packing
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
-from torchround.planning.host_buffers import LOSS_BYTES, HeldPass, kept_cuts, most_buffers, whole_pages
+from torchround.planning.host_buffers import (
+    LOSS_BYTES,
+    HeldPass,
+    forward_inputs,
+    kept_cuts,
+    most_buffers,
+    whole_pages,
+)
+from torchround.planning.keep_rule import kept_whole
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.planning.partition import KeptNames, Stage, StageKind
+from torchround.planning.partition import KeptNames
 
 logger = logging.getLogger(__name__)
 
@@ -85,24 +93,14 @@ class ValueSizes:
             return counted_bytes if declares else recorded.nbytes
         if (counted_bytes or recorded.nbytes or not declares) and not self._has_warned:
             self._has_warned = True
+            named = f"it was to keep {', '.join(self.kept_names[layer])}"  # a layer that counts nothing
             logger.warning(
-                "layer %s recorded %d bytes to keep of a micro-batch, but %d were counted. It is recomputed instead, as are "
-                "others like it: losses are the same, and steps are as long as if it kept nothing",
-                *(self._model.names[layer], recorded.nbytes, counted_bytes),
+                "layer %s recorded %d bytes to keep of a micro-batch, but %s. It is recomputed instead, as are others like "
+                "it: losses are the same, and steps are as long as if it kept nothing",
+                *(self._model.names[layer], recorded.nbytes),
+                f"{counted_bytes} were counted" if declares else named,
             )
         return None
-
-
-def kept_whole(work: LayerWork) -> LayerWork:
-    """Count the work of a layer that keeps all that its compiled code returns: its output and what its backward reads.
-
-    The layer's last part includes what its other parts do not count.
-    """
-    if not work.keepable:
-        return work
-    *parts, last = work.keepable
-    rest = work.activation_bytes + work.boundary_bytes - sum(part.nbytes for part in parts)
-    return replace(work, keepable=(*parts, replace(last, nbytes=max(last.nbytes, rest))))
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,6 @@ class PassShape(HeldPass):
     def cuts(self) -> frozenset[int]:
         """The layers whose input is on the host at some time."""
         return forward_inputs(self.stages) | kept_cuts(self.stages, self.stale_layers)
-
-
-def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
-    """Find the layers at which a forward or fused stage takes over from the previous stage."""
-    starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
-    return frozenset(start for start in starts if start > 0)
 
 
 class BufferReservation:

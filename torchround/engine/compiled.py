@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchround import keeping
 from torchround.engine.board import LAYER_GATE, Board
-from torchround.engine.errors import EngineUsageError
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
 from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, may_compile
@@ -103,7 +103,7 @@ class LayerKind:
         self._trained = [parameter.requires_grad for _, parameter in named]
         # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not show.
         self._prototype = copy.deepcopy(layer)
-        self._given_up = False
+        self._failed: set[object] = set()  # shapes that cannot be compiled, on any device
 
     def run(
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
@@ -134,10 +134,10 @@ class LayerKind:
         )
         tensors = [*parameters, *inputs]
         shape = self.shapes.get(key)
-        if shape is None and not self._given_up:
+        if shape is None and key[:-1] not in self._failed:
             with LAYER_GATE.closed(board):
                 # Looked up again: another worker may have compiled it while this one waited.
-                if key not in self.shapes and not self._given_up:
+                if key not in self.shapes and key[:-1] not in self._failed:
                     function = self._function(isinstance(hidden, Tensor))
                     floating = [tensor.is_floating_point() for tensor in inputs]
                     wants = [differentiates and wanted for wanted in [*self._trained, *floating]]
@@ -147,23 +147,32 @@ class LayerKind:
         return None if shape is None else shape(micro_batch, tensors)
 
     def _compile(
-        self, key: object, shape: "CompiledShape", micro_batch: MicroBatch, tensors: list[Tensor]
+        self, key: tuple[object, ...], shape: "CompiledShape", micro_batch: MicroBatch, tensors: list[Tensor]
     ) -> None:
-        """Compile by running once. If that fails, the kind runs uncompiled from now on, and raises errors of its own there."""
+        """Compile by running once. If that fails, this shape runs uncompiled on all devices, and raises errors of its own there.
+
+        Raises `DeviceMemoryError` if memory lacks: compiled code rounds in another way, and what is free depends on the plan.
+        """
+        [first, *others] = self.layer_names
+        names = f"{first} .. {others[-1]}" if others else first
         try:
             shape.rehearse(micro_batch, tensors)
             self.shapes[key] = shape
-        except Exception as error:  # noqa: BLE001  (compilers raise anything)
-            self._given_up = True
-            [first, *others] = self.layer_names
+        except Exception as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            logger.warning(
-                "engine.compile: %s cannot be compiled (%s: %s) and run uncompiled: equal except for rounding, but slower, "
-                "because each elementwise step goes through memory",
-                f"{first} .. {others[-1]}" if others else first,
-                type(error).__name__,
-                " ".join(lines[:2])[:300],
-            )
+            found = f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
+            if _lacks_memory(error):
+                raise DeviceMemoryError(
+                    f"engine.compile: no memory to compile {names} ({found}). Free memory there, lower "
+                    "engine.device_memory_gib or training.micro_batch_size, or set engine.compile = false"
+                ) from error
+            if not self._failed:
+                logger.warning(
+                    "engine.compile: %s cannot be compiled (%s) and run uncompiled: equal except for rounding, but slower, "
+                    "because each elementwise step goes through memory",
+                    *(names, found),
+                )
+            self._failed.add(key[:-1])  # all but the device
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
         """Make a function of tensors of the layer. Dynamo limits the compilations of a code object, so each has its own."""
@@ -370,6 +379,15 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     """Find the address of a tensor's first byte, and the one behind its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * bool(tensor.numel())
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Tell whether an error or one of its causes is a lack of memory. Compilers wrap what they meet."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _as_data(fact: int | Tensor | None) -> Tensor | None:

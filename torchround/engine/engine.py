@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import Board, Flag, Observer, Queue, Value
+from torchround.engine.board import Board, Flag, Observer, Queue, Value, Watchdog
 from torchround.engine.buffer_reservation import BufferReservation, PassShape, ValueSizes
 from torchround.engine.device import PASSED, Device
 from torchround.engine.errors import MIXED, EngineError, EngineUsageError, PipelineError, Stopped
@@ -37,12 +37,12 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Worker
 from torchround.engine.update import Updater
-from torchround.engine.watchdog import Watchdog
 from torchround.engine.worker.device_worker import STAGE_JOB, DeviceWorker, WorkerSetup
 from torchround.engine.worker.slots import Packing, fill
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
+from torchround.optim.optimizer import make_optimizer
 from torchround.planning.machine_shares import StepShare, step_share
 from torchround.planning.memory import forward_stages
 from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks, step_tasks
@@ -75,10 +75,20 @@ class Engine:
         machines: MachineGroup | None = None,
     ) -> None:
         self.settings = settings = settings or EngineSettings()
-        settings.prepare(store, model, partition, optimizer)
+        for problem in settings.problems(store, model, partition, optimizer):
+            raise EngineUsageError(problem)
+        if not isinstance(optimizer, HostOptimizer):
+            store.assign_rules(model, make_optimizer(optimizer))
         self.model, self.store, self.partition = model, store, partition
         self.devices = list(devices)
         self._board = board = Board(observer)
+        store.set_stale_layers(settings.stale_layers)
+        # The sums are fp32, which PyTorch's optimizers need. The rounds decide which gradients need pool buffers.
+        adds_up = settings.accumulates or (
+            isinstance(optimizer, HostOptimizer) and store.dtype != torch.float32
+        )
+        store.allocate_gradients(settings.rounds, adds_up)
+        store.observer = board.observer
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
         self._saves: list[Save[Any]] = []
         self._exchange = exchange = StepExchange(store, board, self.pool, machines, self._is_in_a_step)
@@ -182,7 +192,7 @@ class Engine:
             if not self.settings.accumulates:
                 self._require_no_open_step("forward" if gives_outputs else "evaluate")
             self._make_room()
-            self._program.hand_out(late=True)
+            self._program.hand_out(with_deferred=True)
             stages = self.forward_stages if gives_outputs else None
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), num_devices, slot, stages)
@@ -199,7 +209,7 @@ class Engine:
         """
         with self._call():
             self._require_no_open_step("save")
-            self._program.hand_out(late=True)
+            self._program.hand_out(with_deferred=True)
             save = Save(self.store, self._board, write, self._wait_for)
             save.task = self._program.save(save.run)
             self._program.hand_out()
@@ -211,7 +221,7 @@ class Engine:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._call():
             self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
-            self._program.hand_out(late=True)
+            self._program.hand_out(with_deferred=True)
             for result in self._under_way:
                 result.wait()
             for worker in (self._updater, *self._exchange.workers):
@@ -226,11 +236,11 @@ class Engine:
         """
         self.drain()
         self._require_no_open_step("true_device_weights")
-        task, observer, is_whole = self._begin_rewrite(), self._board.observer, False
+        task, is_whole = self._begin_rewrite(), False
         kept: list[tuple[Bundle, torch.Tensor]] = []
         try:
             try:
-                self.store.write_true_weights(kept, observer)
+                self.store.write_true_weights(kept)
             except BaseException:
                 task.finish(self._board)
                 raise
@@ -241,7 +251,7 @@ class Engine:
             try:
                 task = self._begin_rewrite()  # evaluations may still read, also after an exception
             finally:
-                self.store.restore_device_weights(kept, observer)  # a fault has ended all readers
+                self.store.restore_device_weights(kept)  # a fault has ended all readers
             # Not after an exception: the other machines may never come to the end of the block.
             self._end_rewrite(task, shares=is_whole)
 
@@ -353,7 +363,7 @@ class Engine:
     def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
         buffer = self.pool.take(packing.nbytes)
         for event in buffer.busy:
-            self._watchdog.synchronize(event)
+            self._watchdog.synchronize(event, "what reads a host buffer that a micro-batch needs")
         self._board.observer.touched(reads=(), writes=[buffer.memory])
         fill(packing.views(buffer.memory), micro_batch.tensors())
         return HostTensors(buffer, packing, PASSED, readers, micro_batch.rebuild())
@@ -370,10 +380,10 @@ class Engine:
                 if updated >= self._program.next_step:
                     raise EngineUsageError("update() needs the step() that makes it")
                 self._program.release_sums()
-                self._program.hand_out(late=self._program.is_late(updated))
+                self._program.hand_out(with_deferred=self._program.defers(updated))
             self._watchdog.wait_for(flag, words)
             if isinstance(flag, Value) and isinstance(flag.content, HostTensors):
-                self._watchdog.synchronize(flag.content.landed)
+                self._watchdog.synchronize(flag.content.landed, words or flag)
 
     def _is_in_a_step(self) -> bool:
         idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
@@ -427,6 +437,7 @@ class Engine:
             with suppress(EngineUsageError, PipelineError, Stopped):
                 result.wait()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
+        self.store.observer = Observer()
         is_open = self._program.open_pass is not None and self.store.step == self._program.next_step
         if is_open and self._board.failure is None:
             self.store.set_stale_layers(0)

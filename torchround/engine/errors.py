@@ -3,15 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchround.errors import EngineError as EngineError  # noqa: PLC0414  (callers of the engine look here)
+from torchround.errors import EngineUsageError as EngineUsageError  # noqa: PLC0414
 from torchround.planning.memory import size_text
-
-
-class EngineError(Exception):
-    """Base of every error the engine raises on purpose."""
-
-
-class EngineUsageError(EngineError):
-    """The engine was called in an order or with a value it does not allow."""
 
 
 class DeviceMemoryError(EngineError):

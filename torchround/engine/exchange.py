@@ -10,7 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import cycle
+from functools import partial
+from itertools import chain, cycle
 
 import torch
 import xxhash
@@ -86,7 +87,7 @@ class StepExchange:
             return
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-        length = links.CHUNK_BYTES // self._store.gradient_dtype.itemsize
+        length = links.CHUNK_BYTES // self._store.dtype.itemsize
         streams = [
             self._landed(bundle, source).split(length)
             if isinstance(source, Buffer)
@@ -103,14 +104,12 @@ class StepExchange:
                     target.add_(values)
 
     def _landed(self, bundle: Bundle, place: Buffer) -> Tensor:
-        values: Tensor = place.content.memory.view(self._store.gradient_dtype)
+        values: Tensor = place.content.memory.view(self._store.dtype)
         return values[: bundle.numel]
 
     def _arriving_chunks(self, bundle: Bundle, step: int, part: int, maker: int) -> Iterator[Tensor]:
         what = self._part(bundle, step, part)
-        chunks = self._machines.link(maker, Purpose.GRADIENTS).chunks(
-            bundle.numel, self._store.gradient_dtype, what
-        )
+        chunks = self._machines.link(maker, Purpose.GRADIENTS).chunks(bundle.numel, self._store.dtype, what)
         while True:
             with self._waits(f"{what} from {self._name(maker)}", is_update=True):
                 _, values = next(chunks, (0, None))
@@ -128,19 +127,19 @@ class StepExchange:
             return own
         share, what = pass_.share, f"the losses of step {pass_.step}"
         assert share is not None, f"step {pass_.step} was dispatched without a share"
-        gathered = self._gather(dict(zip(share.micro_batches, own, strict=True)), what)
+        [gathered] = self._gather([dict(zip(share.micro_batches, own, strict=True))], what)
         sums = [gathered[index] for index in range(share.total_micro_batches)]
         self._board.post(pass_.sums, sums)
         return sums
 
-    def all_squares(self, step: int, own: dict[int, float]) -> dict[int, float]:
+    def all_squares(self, step: int, own: Sequence[dict[int, float]]) -> Sequence[dict[int, float]]:
         return own if self._group is None else self._gather(own, f"the norms of step {step}")
 
-    def _gather(self, own: dict[int, float], what: str) -> dict[int, float]:
+    def _gather(self, own: Sequence[dict[int, float]], what: str) -> list[dict[int, float]]:
         """Gather the numbers of all machines, as exact doubles."""
         with self._waits(f"{what} from all machines", is_update=True):
-            gathered = self._machines.channel("steps").gather(sorted(own.items()), what)
-        return {index: value for of_one in gathered for index, value in of_one}
+            gathered = self._machines.channel("steps").gather([sorted(each.items()) for each in own], what)
+        return [dict(chain(*alike)) for alike in zip(*gathered, strict=True)]
 
     # Weights.
 
@@ -148,10 +147,10 @@ class StepExchange:
         self._send(peer, Purpose.WEIGHTS, bundle.version(version), self._weights(bundle, version))
 
     def receive_weights(self, bundle: Bundle, version: int) -> None:
-        weights, what = bundle.version(version), self._weights(bundle, version)
+        what = self._weights(bundle, version)
         with self._waits(f"{what} from {self._name(bundle.owner)}"):
-            self._board.observer.touched(reads=(), writes=[weights])
-            self._machines.link(bundle.owner, Purpose.WEIGHTS).receive(weights, what)
+            link = self._machines.link(bundle.owner, Purpose.WEIGHTS)
+            self._store.receive(bundle, version, partial(link.receive, what=what))
 
     def _send(self, peer: int, purpose: Purpose, data: Tensor, what: str) -> None:
         with self._waits(f"{self._name(peer)} to take {what}"):
@@ -225,7 +224,7 @@ def _make_landings(store: HostStore, pool: HostPool) -> tuple[Counter[int], dict
     few places in turn, each once the part before it is taken.
     """
     summed = [bundle for bundle in reversed(store.trained) if bundle.adds_up]  # as they land
-    sizes = {bundle.index: whole_pages(bundle.numel * store.gradient_dtype.itemsize) for bundle in summed}
+    sizes = {bundle.index: whole_pages(bundle.numel * store.dtype.itemsize) for bundle in summed}
     is_alone = store.ownership.num_machines == 1
     in_turn = [bundle.index for bundle in summed if len(bundle.layers) == 1 and not is_alone]
     apart = [(b.index, use) for b in summed if b.index not in in_turn for use in range(len(b.layers))]
@@ -260,19 +259,19 @@ def share_weights(store: HostStore, group: MachineGroup) -> None:
     each = group.channel("start").gather(ours, "checksums of the frozen weights")
     unlike = [{b.index for b in store.bundles if found[b.index] != each[b.owner][b.index]} for found in each]
 
-    def messages(owner: int, receiver: int) -> Iterator[tuple[Tensor, str]]:
-        """Yield what `owner` sends to `receiver`, in the order of the next forward."""
+    def messages(owner: int, receiver: int) -> Iterator[tuple[Bundle, int, str]]:
+        """Yield what `owner` sends to `receiver`, bundles and versions in the order of the next forward."""
         for bundle in store.bundles:
             if bundle.owner == owner and (bundle.trainable or bundle.index in unlike[receiver]):
                 for age in range(len(bundle.device_weights)):
-                    yield bundle.version(store.step - age), f"the first weights of {bundle.name}"
+                    yield bundle, store.step - age, f"the first weights of {bundle.name}"
 
     def send(peer: int) -> None:
-        for weights, what in messages(group.rank, peer):
-            group.link(peer, Purpose.WEIGHTS).send(weights, what)
+        for bundle, version, what in messages(group.rank, peer):
+            group.link(peer, Purpose.WEIGHTS).send(bundle.version(version), what)
 
     def receive(peer: int) -> None:
-        for weights, what in messages(peer, group.rank):
-            group.link(peer, Purpose.WEIGHTS).receive(weights, what)
+        for bundle, version, what in messages(peer, group.rank):
+            store.receive(bundle, version, partial(group.link(peer, Purpose.WEIGHTS).receive, what=what))
 
     group.with_each_peer(send, receive)

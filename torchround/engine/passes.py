@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from torchround.engine.board import Flag, Value, Values
-from torchround.engine.buffer_reservation import PassShape, forward_inputs
+from torchround.engine.buffer_reservation import PassShape
 from torchround.engine.device import NO_STEP, PASSED, Event
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.reports import StageReport, UpdateReport
@@ -19,7 +19,7 @@ from torchround.engine.tasks import Access, Task
 from torchround.engine.worker.orthogonalise import DirectionJob
 from torchround.engine.worker.slots import Packing, Structure, unflatten
 from torchround.layer import Batch, Hidden
-from torchround.planning.host_buffers import kept_cuts
+from torchround.planning.host_buffers import forward_inputs, kept_cuts
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask
 

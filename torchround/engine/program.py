@@ -19,14 +19,16 @@ order of the calls here (`tasks.py`). The policies are places in this order (`do
     a save                            saver      records, state, device weights
     the rewriting for a validation    caller     state                                       device weights, gradient
 
-State includes the fp32 weights. `HostStore.derive_device_weights` lists who writes weights before a step or between two.
-What the tasks do is in `worker/device_worker.py`, `update.py`, `exchange.py` (peers) and `saver.py`.
+State includes the fp32 weights. The section "Tasks that write weights" declares each task that does, by methods of
+`HostStore` (`store/host_store.py`), whose table has the writers outside steps too.
+What the other tasks do is in `worker/device_worker.py`, `update.py`, `exchange.py` (peers) and `saver.py`.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
@@ -52,8 +54,13 @@ from torchround.optim.host_optimizer import Hyperparameters
 from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask, slots_before_late_jobs
 
-# A round of this machine, a bundle, and what declares the task that takes the parts made by then.
-_Taking = tuple[int, Bundle, Callable[[], None]]
+
+class _Consumer(NamedTuple):
+    """The task that takes the parts of a bundle's gradient which a round of this machine completes: a sum, or a sending."""
+
+    round: int
+    bundle: Bundle
+    declare: Callable[[], None]
 
 
 class Program:
@@ -94,7 +101,8 @@ class Program:
         self.open_pass: Pass | None = None
         # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
         self._last_sums: dict[int, Task] = {}
-        self._late: Decision | None = None  # of the step whose update comes among the stages of the next step
+        # Of the step whose update is deferred: it comes among the stages of the next step (`async` with directions).
+        self._deferred: Decision | None = None
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
 
@@ -107,18 +115,18 @@ class Program:
         self.release_sums()
         first_slot = self.next_slot
         self.next_slot += len(stages)
-        num_forward, takings = _num_forward(stages), deque(self._takings(step, share))
+        num_forward, consumers = _num_forward(stages), deque(self._consumers(step, share))
         for stage in stages[:num_forward]:
-            self._stage(pass_, stage, takings)
-        # In the program before the first stage that writes gradients, which the late update reads. On the
+            self._stage(pass_, stage, consumers)
+        # In the program before the first stage that writes gradients, which the deferred update reads. On the
         # devices its direction jobs may come a few stages later.
-        self._declare_late(first_slot + self._slots_before_late(stages))
+        self._declare_deferred(first_slot + self._slots_before_deferred(stages))
         if self.rounds == 0:
             self._write_stale(step)
         for stage in stages[num_forward:]:
-            self._stage(pass_, stage, takings)
-        for _, _, take in takings:
-            take()
+            self._stage(pass_, stage, consumers)
+        for consumer in consumers:
+            consumer.declare()
         self.open_pass, self.rounds = pass_, share.total_rounds
         return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
 
@@ -127,8 +135,8 @@ class Program:
         for stage in stages:
             self._stage(pass_, stage, deque())
 
-    def _stage(self, pass_: Pass, stage: StageTask, takings: deque[_Taking]) -> None:
-        """Declare a stage job, and what takes the parts of gradients that it completes."""
+    def _stage(self, pass_: Pass, stage: StageTask, consumers: deque[_Consumer]) -> None:
+        """Declare a stage job, and the consumers of the parts of gradients that it completes."""
         kind, layers = stage.stage.kind, range(stage.stage.start, stage.stage.stop)
         location = FaultLocation(f"stage slot {stage.slot}", kind.value, self._names(layers))
         task = Task("stage", pass_.step, location)
@@ -137,19 +145,19 @@ class Program:
         uploads = {(layer, b.index): access for (layer, b), access in zip(uses, task.accesses, strict=True)}
         parts: dict[tuple[int, int], Access] = {}
         made: set[int] = set()
-        # In the order in which they land. What takes a part comes right after it: the next part may land in its memory.
+        # In the order in which they land. A part's consumer comes right after it: the next part may land in its memory.
         for layer, bundle in reversed(uses) if pass_.training and kind is not StageKind.FORWARD else ():
             task.declare(writes=[self._landing(bundle, bundle.layers[::-1].index(layer))])
             parts[layer, bundle.index] = task.accesses[-1]
             if layer == bundle.layers[0]:
                 made.add(bundle.index)
-            while takings and takings[0][0] == stage.round and takings[0][1].index in made:
-                takings.popleft()[2]()
+            while consumers and consumers[0].round == stage.round and consumers[0].bundle.index in made:
+                consumers.popleft().declare()
         task.accesses = []  # the job has them
         self._jobs.append(StageJob(stage, pass_, uploads, parts))
 
-    def _takings(self, step: int, share: StepShare) -> Iterator[_Taking]:
-        """Yield what takes the parts of gradients that one round of each machine makes, with this machine's round.
+    def _consumers(self, step: int, share: StepShare) -> Iterator[_Consumer]:
+        """Yield the consumers of the parts of gradients that one round of each machine makes.
 
         All machines have the same order, from the deepest bundle up, so the earliest parts never wait for later ones.
         """
@@ -158,10 +166,11 @@ class Program:
             last = min(first + machines, share.total_rounds)
             for bundle in reversed(self._store.trained):
                 parts = range(first * len(bundle.layers), last * len(bundle.layers))
-                yield local, bundle, partial(self._take, step, bundle, parts, last == share.total_rounds)
+                declare = partial(self._consume, step, bundle, parts, last == share.total_rounds)
+                yield _Consumer(local, bundle, declare)
 
-    def _take(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
-        """Declare what takes parts of a gradient: the optimizer, or the sender to the machine that owns the bundle."""
+    def _consume(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
+        """Declare the task for parts of a gradient: the optimizer's, or the sender's to the machine that owns the bundle."""
         uses = len(bundle.layers)
         # Each machine has made one round of these parts, in the order of their numbers.
         makers = {part: (part - parts.start) // uses for part in parts}
@@ -199,18 +208,10 @@ class Program:
             self._host_tasks[self._updater].append(task)
         self._last_sums = {}
 
-    def _write_stale(self, step: int) -> None:
-        for bundle in filter(self._store.lags, self._store.trained):
-            if bundle.is_owned:
-                run = partial(self._updater.write_lagging, bundle)
-                reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
-                self._emit(self._updater, "the stale device weights", step, run, bundle, reads, writes)
-            self._exchange_weights(bundle, step)
-
     # A step's update.
 
     def step(self, lr: float, hyperparameters: Hyperparameters | None) -> None:
-        """Declare the update of the step that is open, or note it, if it comes late: among the stages of the next step."""
+        """Declare the update of the open step, or defer it: then it comes among the stages of the next step."""
         pass_ = self.open_pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
@@ -218,33 +219,63 @@ class Program:
             for bundle in reversed(self._store.owned):
                 self._measure(pass_.step, bundle)
         if self._directed and self._store.policy.versions > 1:
-            self._late = decision
+            self._deferred = decision
         else:
             self._update(decision, self.next_slot)
         # Last, and before anything is handed out: after an interrupt no step must seem to lack an update that runs.
         self.next_step += 1
         self.open_pass, self.rounds = None, 0
 
-    def _declare_late(self, slot: int) -> None:
-        """Declare the rest of the newest step's program, if it is late. Its direction jobs have slots from `slot` on."""
-        late, self._late = self._late, None
-        if late is not None:
-            self._update(late, slot)
+    def _declare_deferred(self, slot: int) -> None:
+        """Declare the deferred update, if there is one. Its direction jobs have slots from `slot` on."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._update(deferred, slot)
 
-    def is_late(self, step: int) -> bool:
-        """Tell whether the `step` of a step was called, and its update is not declared yet."""
-        return self._late is not None and step >= self._late.step
+    def defers(self, step: int) -> bool:
+        """Tell whether the update of a step is deferred and not declared yet."""
+        return self._deferred is not None and step >= self._deferred.step
 
     def make_way(self, stages: list[StageTask]) -> list[StageTask]:
-        """Leave slots free among a step's stages for direction jobs that are late, one for each device."""
-        if self._late is None:
+        """Leave slots free among a step's stages for the direction jobs of a deferred update, one for each device."""
+        if self._deferred is None:
             return stages
-        before = self._slots_before_late(stages)
+        before = self._slots_before_deferred(stages)
         return [*stages[:before], *(replace(s, slot=s.slot + self._num_devices) for s in stages[before:])]
 
-    def _slots_before_late(self, stages: Sequence[StageTask]) -> int:
+    def _slots_before_deferred(self, stages: Sequence[StageTask]) -> int:
         # By then the gradients have landed, so few devices wait.
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
+
+    def _direct(self, step: int, slot: int) -> None:
+        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn."""
+        # A device without a bundle gets an empty job, because it takes every `num_devices`-th slot.
+        for first in range(self._num_devices) if self._directed else ():
+            bundles = tuple(self._directed[first :: self._num_devices])
+            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
+            task.declare(writes=[self._directions[bundle.index] for bundle in bundles])
+            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
+            task.accesses = []  # the job has them
+            self.next_slot += 1
+
+    # Between steps.
+
+    def save(self, run: Callable[[], object]) -> Task:
+        """Declare a save of the store as it is after the declared steps. Its first access is that of the records."""
+        reads = [self._records]
+        for bundle in self._store.owned:
+            reads += [self._states[bundle.index], *self._weights[bundle.index]]
+        return self._emit(self._saver, "the save", self.next_step, run, reads=reads)
+
+    # Tasks that write weights.
+
+    def _write_stale(self, step: int) -> None:
+        for bundle in filter(self._store.lags, self._store.trained):
+            if bundle.is_owned:
+                run = partial(self._updater.write_stale, bundle, step)
+                reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
+                self._emit(self._updater, "the stale device weights", step, run, bundle, reads, writes)
+            self._exchange_weights(bundle, step)
 
     def _update(self, decision: Decision, slot: int) -> None:
         step, decided, updater = decision.step, Buffer(DECISION), self._updater
@@ -275,26 +306,6 @@ class Program:
             if new:
                 self._exchange_weights(bundle, step + 1, decision, [decided], old)
         self._emit(updater, "the end", step, partial(updater.finish, decision), writes=[self._records])
-
-    def _direct(self, step: int, slot: int) -> None:
-        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn."""
-        # A device without a bundle gets an empty job, because it takes every `num_devices`-th slot.
-        for first in range(self._num_devices) if self._directed else ():
-            bundles = tuple(self._directed[first :: self._num_devices])
-            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
-            task.declare(writes=[self._directions[bundle.index] for bundle in bundles])
-            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
-            task.accesses = []  # the job has them
-            self.next_slot += 1
-
-    # Between steps.
-
-    def save(self, run: Callable[[], object]) -> Task:
-        """Declare a save of the store as it is after the declared steps. Its first access is that of the records."""
-        reads = [self._records]
-        for bundle in self._store.owned:
-            reads += [self._states[bundle.index], *self._weights[bundle.index]]
-        return self._emit(self._saver, "the save", self.next_step, run, reads=reads)
 
     def rewrite(self) -> Task:
         """Declare the rewriting of device weights that are not the fp32 weights. The caller runs it."""
@@ -331,7 +342,7 @@ class Program:
             if decision is None or decision.applies:
                 exchange.receive_weights(bundle, version)
             else:
-                self._updater.copy_version(bundle, step)
+                self._store.copy_version(bundle, step)
 
         if not bundle.is_owned:
             source = exchange.weights_from[bundle.owner]
@@ -343,10 +354,10 @@ class Program:
 
     # Memory and workers.
 
-    def hand_out(self, late: bool = False) -> None:
-        """Let devices and workers run what is declared, with the rest of the newest step's program if it is `late`."""
-        if late:
-            self._declare_late(self.next_slot)
+    def hand_out(self, with_deferred: bool = False) -> None:
+        """Let devices and workers run what is declared, `with_deferred` also a deferred update."""
+        if with_deferred:
+            self._declare_deferred(self.next_slot)
         jobs = sorted(self._jobs, key=lambda job: job.slot)
         for device, queue in enumerate(self._queues):
             # Together: a device that waited for a direction job would first send off gradients, which land only after it.

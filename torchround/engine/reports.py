@@ -4,27 +4,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from torchround.engine.device import Mark, Stream
-from torchround.planning.partition import StageTask
-
-
-class SpanKind(str, Enum):
-    """The kind of a span. FUSED is forward and backward in one, OFFLOAD and RELOAD are copies of activations."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    FUSED = "fused"
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
-    RELOAD = "reload"
-    WEIGHTS = "weights"
-    GRADIENTS = "gradients"
-    UPDATE = "update"
-    ORTHOGONALISE = "orthogonalise"
+from torchround.planning.partition import SpanKind, StageTask
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from torchround.engine.board import Board, Flag
+from torchround.engine.errors import PipelineError
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access, Task
 
@@ -45,7 +46,18 @@ class Save(Generic[T]):
         self._unread: dict[str, tuple[set[str], list[Access]]] = {}
 
     def run(self) -> None:
-        """Run the save. An error is for the caller of `result`: training continues."""
+        """Run the save. An error is for the caller of `result`, one before `write` as a `PipelineError`: training continues."""
+        is_open = False
+        try:
+            self._open()
+            is_open = True
+            self._outcome.set_result(self._write(self))
+        except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
+            self._outcome.set_exception(error if is_open else PipelineError.of(error, self.task.location))
+        self.tensors, self._unread = {}, {}  # the caller may keep the save for long
+
+    def _open(self) -> None:
+        """Take the state of the step, and the accesses of the task by the tensors that they are for."""
         self.step, self.state, self.tensors = self.task.step, self._store.resume_state(), {}
         records, *accesses = self.task.accesses
         records.end(self._board)
@@ -56,11 +68,6 @@ class Save(Generic[T]):
             if bundle.trainable and bundle.is_owned:
                 own, accesses = accesses[:each], accesses[each:]
                 self._unread |= dict.fromkeys(views, (set(views), own))
-        try:
-            self._outcome.set_result(self._write(self))
-        except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
-            self._outcome.set_exception(error)
-        self.tensors, self._unread = {}, {}  # the caller may keep the save for long
 
     # What `write` calls.
 

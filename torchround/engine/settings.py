@@ -8,12 +8,10 @@ import torch
 
 from torchround.config import OptimizerTable
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
 from torchround.optim import HostOptimizer
-from torchround.optim.optimizer import make_optimizer
 from torchround.planning.partition import KeptNames, Partition
 
 
@@ -42,38 +40,14 @@ class EngineSettings:
     kept: KeptNames = ()
     accumulates: bool = False
 
-    def prepare(
-        self,
-        store: HostStore,
-        model: LayeredModel,
-        partition: Partition,
-        optimizer: OptimizerTable | HostOptimizer,
-    ) -> None:
-        """Give the store the optimizer's rules and its gradient buffers. Raises `EngineUsageError` if these do not fit."""
-        for problem in self._problems(store, model, partition, optimizer):
-            raise EngineUsageError(problem)
-        store.set_stale_layers(self.stale_layers)
-        adds_up = self.accumulates
-        if isinstance(optimizer, HostOptimizer):
-            # PyTorch's optimizers take gradients in the dtype of their weights, which is fp32.
-            adds_up |= store.gradient_dtype != torch.float32
-        else:
-            try:
-                store.assign_rules(model, make_optimizer(optimizer))
-            except ValueError as error:
-                raise EngineUsageError(
-                    f"the host store is not of this optimizer: {error}; make it with optimizer=make_optimizer(table)"
-                ) from error
-        # The rounds decide which gradients add up on the host, and so which pool buffers they need.
-        store.allocate_gradients(self.rounds, adds_up)
-
-    def _problems(
+    def problems(
         self,
         store: HostStore,
         model: LayeredModel,
         partition: Partition,
         optimizer: OptimizerTable | HostOptimizer,
     ) -> Iterator[str]:
+        """Yield why these do not fit together, if they do not."""
         if partition.num_layers != len(model.layers):
             yield f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
         if self.kept and len(self.kept) != partition.num_layers:

@@ -151,7 +151,7 @@ class Worker:
         self.task: Task | None = None  # under way
         self.last: Task | None = None
         self._board = board
-        self._on_fault = on_fault or self._fail
+        self._on_fault = on_fault or (lambda error, location: board.fail(PipelineError.of(error, location)))
         self._queue = Queue[Task](board, "a task")
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -176,9 +176,6 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         return self.last is None or self.last.happened
-
-    def _fail(self, error: BaseException, location: FaultLocation) -> None:
-        self._board.fail(PipelineError.of(error, location))
 
     def _main(self) -> None:
         try:

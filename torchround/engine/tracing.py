@@ -17,7 +17,8 @@ from torchround.config import TraceTable
 from torchround.engine.board import Observer
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.passes import StepResult
-from torchround.engine.reports import Span, SpanKind
+from torchround.engine.reports import Span
+from torchround.planning.partition import SpanKind
 from torchround.untrusted.regular_file import write_whole
 
 logger = logging.getLogger(__name__)

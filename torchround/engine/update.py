@@ -21,7 +21,7 @@ from torchround.engine.device import Mark, use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import Pass
-from torchround.engine.reports import Span, SpanKind, UpdateReport
+from torchround.engine.reports import Span, UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
@@ -30,7 +30,8 @@ from torchround.engine.tasks import Buffer, Worker
 from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import KernelKind, RangeThreads, get_kernels
-from torchround.optim.update_pass import UpdateKernel, look_ahead_, update_
+from torchround.optim.update_pass import UpdateKernel, look_ahead_
+from torchround.planning.partition import SpanKind
 
 
 @dataclass
@@ -85,8 +86,9 @@ class Updater(Worker):
         self._kernels: Mapping[KernelKind, UpdateKernel] = {}
         self._begun: int | None = None  # the step whose update is under way
         self._overcome: PipelineError | None = None
-        # Of the step under way. Squared norms are by bundle; those of parameters that are not clipped have negative keys.
+        # Of the step under way, by bundle: squared norms of what is clipped, and of what has a direction.
         self._squares: dict[int, float] = {}
+        self._direction_squares: dict[int, float] = {}
         self._losses: list[float] = []
         self._loss = 0.0
 
@@ -95,11 +97,11 @@ class Updater(Worker):
     def enter(self) -> None:
         use_threads_here(self._num_threads)
         if self._compiles:
-            step, predicts = self._store.step, self._store.policy.predicts
+            store = self._store
             each = (
-                KernelKind.of(buffers, predicts)
-                for bundle in self._store.owned
-                for buffers in bundle.update_buffers(self._written_weights(bundle, step), step)
+                KernelKind.of(buffers, store.policy.predicts)
+                for bundle in store.owned
+                for buffers in store.update_buffers(bundle, store.step)
             )
             kinds = {kind for kind in each if kind is not None}
             self._kernels = get_kernels(kinds, self._while_compiling, self._threads)
@@ -147,22 +149,19 @@ class Updater(Worker):
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())
-        squares: dict[int, list[float]] = {bundle.index: []}
+        clipped, directed = list[float](), list[float]()
         for index, segment in enumerate(bundle.segments):
+            squares = directed if segment.rule.uses_direction else clipped
             # Parameter by parameter, so that the sums do not depend on the layout.
-            found = [float(sum_of_squares(gradient[p.start : p.stop])) for p in segment.parameters]
-            key = -1 - bundle.index if segment.rule.uses_direction else bundle.index
-            squares.setdefault(key, []).extend(found)
+            squares += [float(sum_of_squares(gradient[p.start : p.stop])) for p in segment.parameters]
             if segment.direction is not None:
                 self._board.observer.touched([gradient, *segment.parts.values()], [segment.direction])
-                every = [*bundle.update_buffers(bundle.version(step + 1), step)]
                 # The momentum stays as it is, so a skipped step changes nothing.
-                look_ahead_(every[index], self._direction_scale(step))
-        self._squares |= {key: math.fsum(found) for key, found in squares.items()}
-
-    def _direction_scale(self, step: int) -> float:
-        # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
-        return 1.0 / self._store.loss_scaling.scale_of(step)
+                look_ahead_(
+                    self._store.update_buffers(bundle, step)[index], self._store.direction_scale(step)
+                )
+        self._squares[bundle.index] = math.fsum(clipped)
+        self._direction_squares[bundle.index] = math.fsum(directed)
 
     def end_pass(self, pass_: Pass) -> None:
         start_s = time.perf_counter()
@@ -188,10 +187,11 @@ class Updater(Worker):
 
     def _take_norm(self, decision: Decision) -> float:
         report = decision.report
-        self._squares = self._exchange.all_squares(decision.step, self._squares)
-        report.grad_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
-        clipped = math.fsum(square for key, square in self._squares.items() if key >= 0)
-        decision.clipped_norm = math.sqrt(clipped) / report.loss_scale
+        own = self._squares, self._direction_squares
+        self._squares, directed = self._exchange.all_squares(decision.step, own)
+        squares = [*self._squares.values(), *directed.values()]
+        report.grad_norm = math.sqrt(math.fsum(squares)) / report.loss_scale
+        decision.clipped_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
         return report.grad_norm
 
     def _fault(self, norm: float, loss_scale: float) -> str:
@@ -245,7 +245,7 @@ class Updater(Worker):
         # PyTorch's optimizers compute in another way while a compiler is at work in the process.
         with LAYER_GATE.entered(self._board):
             self._begin_update(decision)
-            optimizer.step(hyperparameters, gradients)
+            self._store.step_host_optimizer(optimizer, hyperparameters, gradients)
 
     def _factor(self, bundle: Bundle, decision: Decision) -> float:
         """Return the factor that clips a bundle's gradient, by the whole norm or its own, and undoes the loss scale."""
@@ -258,63 +258,30 @@ class Updater(Worker):
         """Update a bundle, or skip it: make version `step + 1` equal to version `step`. If an update fails, try once more."""
         # In `bounded` a gradient that is not finite is known only here.
         if not (decision.applies and math.isfinite(self._squares[bundle.index])):
-            self.copy_version(bundle, decision.step)
+            self._store.copy_version(bundle, decision.step)
             return
+        step, start = decision.step, Mark()
         progress = [UpdateProgress() for _ in bundle.segments]
-        start = Mark()
+
+        def write(kernels: Mapping[KernelKind, UpdateKernel]) -> None:
+            if self._host_optimizer is not None:  # which has updated the fp32 weights
+                self._store.derive_device_weights(bundle, step + 1)
+                return
+            self._store.update(bundle, step, decision.lr, self._factor(bundle, decision), progress, kernels)
+
         try:
-            self._update_bundle(bundle, decision, progress, self._kernels)
+            write(self._kernels)
         except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
             self.overcome(error)
-            # Without compiled kernels, which may be what failed.
-            self._update_bundle(bundle, decision, progress, {})
+            write({})  # without compiled kernels, which may be what failed
         first = bundle.layers[0]
         decision.report.bundles += (Span(SpanKind.UPDATE, start, Mark(), layers=range(first, first + 1)),)
 
-    def write_lagging(self, bundle: Bundle) -> None:
-        """Write device weights that lag, after the step's forward has uploaded the version before."""
+    def write_stale(self, bundle: Bundle, step: int) -> None:
+        """Write stale device weights, after the forward of the step has uploaded the version before."""
         # From here on a checkpoint would lack the older device weights, or mix them with newer ones.
         self._mark()
-        self._board.observer.touched(reads=[bundle.fp32_weight], writes=[bundle.device_weights[0]])
-        self._store.derive_device_weights([bundle])
-
-    def copy_version(self, bundle: Bundle, step: int) -> None:
-        """Make version `step + 1` of a bundle's device weights equal to version `step`. Any thread may call this."""
-        if len(bundle.device_weights) > 1:
-            target, source = (bundle.version(step + back) for back in (1, 0))
-            self._board.observer.touched(reads=[source], writes=[target])
-            target.copy_(source)
-
-    def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
-        # The fp32 weights in place of device weights that lag: the next step's forward has to read those first.
-        return bundle.fp32_weight if self._store.lags(bundle) else bundle.version(step + 1)
-
-    def _update_bundle(
-        self,
-        bundle: Bundle,
-        decision: Decision,
-        progress: Sequence[UpdateProgress],
-        kernels: Mapping[KernelKind, UpdateKernel],
-    ) -> None:
-        """Update the segments of a bundle, one after the other. A retry continues from `progress`, one for each."""
-        step, written = decision.step, self._written_weights(bundle, decision.step)
-        if self._host_optimizer is not None:
-            self._board.observer.touched(reads=[bundle.fp32_weight], writes=[written])
-            written.copy_(bundle.fp32_weight)
-            return
-        self._board.observer.touched(reads=bundle.inputs(step), writes=[*bundle.state(), written])
-        scale, predicts = self._factor(bundle, decision), self._store.policy.predicts
-        for buffers, done in zip(bundle.update_buffers(written, step), progress, strict=True):
-            kind = KernelKind.of(buffers, predicts) if kernels else None
-            update_(
-                buffers,
-                lr=decision.lr,
-                update=self._store.applied_updates,
-                gradient_scale=self._direction_scale(step) if buffers.rule.uses_direction else scale,
-                progress=done,
-                kernel=kernels.get(kind) if kind is not None else None,
-                predicts=predicts,
-            )
+        self._store.derive_device_weights(bundle, step)
 
     def finish(self, decision: Decision) -> None:
         """Declare the store whole after a step, and report."""
@@ -340,7 +307,7 @@ class Updater(Worker):
         report.peers_wait_s, self._exchange.waited_s = self._exchange.waited_s, 0.0
         report.seconds = self.busy_s - report.peers_wait_s  # it was inside its tasks
         self.busy_s = 0.0
-        self._squares, self._losses, self._loss = {}, [], 0.0
+        self._squares, self._direction_squares, self._losses, self._loss = {}, {}, [], 0.0
         self._board.post(decision.updated, report)
 
 

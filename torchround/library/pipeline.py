@@ -249,7 +249,7 @@ class Pipeline:
         """Return the fastest stages by the costs of the first (longest) micro-batch. Raises `EngineUsageError` if none fit."""
         hop_s = ASSUMED_DEVICE.hop_s(max(layer.boundary_bytes for layer in layers))
         costs = Costs(tuple(layers), hop_s, parameter_counts(self.store.bundles).shared_layers)
-        device_bytes, size = self._hardware.device_bytes, self.store.gradient_dtype.itemsize
+        device_bytes, size = self._hardware.device_bytes, self.store.dtype.itemsize
         constants = self._wrapped.model.constant_bytes()
         limits = MemoryLimits(
             device_bytes=None if device_bytes is None else max(0, device_bytes - constants),

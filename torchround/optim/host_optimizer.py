@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround.errors import EngineUsageError
+
 Hyperparameters = list[dict[str, Any]]
 
 
-class HostOptimizerError(Exception):
+class HostOptimizerError(EngineUsageError):
     """The optimizer cannot work on host weights, or its step failed."""
 
 

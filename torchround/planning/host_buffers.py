@@ -57,6 +57,12 @@ def restarted_layers(stage: Stage, stale_layers: int) -> range:
     return range(stage.start + 1, min(stage.stop, stale_layers + 1) if restarts else 0)
 
 
+def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
+    """Find the layers at which a forward or fused stage takes over from the previous stage."""
+    starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
+    return frozenset(start for start in starts if start > 0)
+
+
 def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
     """Return the layers whose input is kept for a backward stage or a restart; the fused stage reads its input at once."""
     backward = [stage for stage in stages if stage.kind is StageKind.BACKWARD]

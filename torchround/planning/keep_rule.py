@@ -1,9 +1,10 @@
 """What a run may keep of its forward stages for its backward stages: the planner's choice, or a setting by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
+from torchround.layer_work import LayerWork
 from torchround.planning.costs import Costs, CostsError, LayerCost
 from torchround.planning.partition import KeptNames, PlanError
 from torchround.planning.stage_times import KeptLink
@@ -129,3 +130,15 @@ def kept_names(costs: Costs, items: Sequence[KeptItem]) -> KeptNames:
         tuple(part.name for part in layer.keepable if (index, part.name) in chosen)
         for index, layer in enumerate(costs.layers)
     )
+
+
+def kept_whole(work: LayerWork) -> LayerWork:
+    """Count the work of a layer that keeps all that its compiled code returns: its output and what its backward reads.
+
+    The layer's last part includes what its other parts do not count.
+    """
+    if not work.keepable:
+        return work
+    *parts, last = work.keepable
+    rest = work.activation_bytes + work.boundary_bytes - sum(part.nbytes for part in parts)
+    return replace(work, keepable=(*parts, replace(last, nbytes=max(last.nbytes, rest))))

@@ -15,6 +15,8 @@ FULL_WEIGHT_BYTES, RESIDUAL_BYTES = 4, 2
 # Bands of a symmetric product. Fewer rows would fill a device badly, and edges are those of its tiles. More bands would
 # save little: 5 save 2/5 of a product, and no number saves more than half. docs/optimizers.md has what they save here.
 LEAST_BAND_ROWS, MOST_BANDS, BAND_EDGE_ROWS = 512, 5, 128
+# Matrices of a stack go up together, up to this number of elements; a larger matrix goes alone.
+PIECE_ELEMENTS = 16 * 2**20
 # A sum over rounds is read and written in fp32 for each round.
 SUM_TRAFFIC_BYTES = 8
 
@@ -35,6 +37,25 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> float:
     short, long = sorted(shape[-2:])
     banded = sum((stop - start) * stop for start, stop in row_bands(short))
     return math.prod(shape[:-2]) * steps * 2.0 * (banded * (long + short) + short**2 * long)
+
+
+def piece_elements(shape: Sequence[int]) -> int:
+    *stack, rows, columns = shape
+    return rows * columns * min(max(PIECE_ELEMENTS // (rows * columns), 1), math.prod(stack))
+
+
+def slot_bytes(shape: Sequence[int]) -> int:
+    return 2 * 2 * piece_elements(shape)
+
+
+def scratch_bytes(shape: Sequence[int]) -> int:
+    """Count the bytes for the products of a parameter of `shape`: bf16 tensors of its largest piece.
+
+    Three have the size of the piece: two results and a transposed copy. Two are squares of the shorter side.
+    """
+    elements, (short, long) = piece_elements(shape), sorted(shape[-2:])
+    squares = elements // (short * long) * short * short
+    return 2 * (3 * elements + 2 * squares)
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,17 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.buffer_reservation import kept_whole
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import layer_times
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
-from torchround.engine.worker.orthogonalise import STEPS, directed_parameters, scratch_bytes, slot_bytes
+from torchround.engine.worker.orthogonalise import STEPS, directed_parameters
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.optim.formats import StateFormat
 from torchround.optim.optimizer import UpdateRule, make_optimizer
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts, measured_costs
+from torchround.planning.keep_rule import kept_whole
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.partition import KeptNames, Partition
 from torchround.planning.plan import Plan, kept_before
@@ -40,6 +40,8 @@ from torchround.planning.update_costs import (
     RuleCosts,
     UpdateCosts,
     newton_schulz_flops,
+    scratch_bytes,
+    slot_bytes,
 )
 from torchround.run.hardware import Hardware
 

@@ -24,11 +24,9 @@ def test_a_step_whose_loss_is_not_finite(update):
     batches[1][4].tokens[0, 0] = bad
 
     def break_one_row(store):
-        filling = store.filling()
-        if "embedding.weight" in filling:  # on its owner
-            with filling["embedding.weight"] as weight:
+        if "embedding.weight" in store.weights():  # on its owner
+            with store.writing() as weights, weights["embedding.weight"] as weight:
                 weight[bad].fill_(torch.nan)
-            store.derive_device_weights()
 
     row = Row(2, 3, "forward", update, clip="layer", batches=batches, before=break_one_row)
     found = row.run_all()

@@ -10,6 +10,7 @@ from tests.support.rounding import ties_up
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import AdamWTable
 from torchround.config.optimizer_tables import MuonTable
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, RESIDUAL, SYNC, parameter_facts
 from torchround.optim.optimizer import NO_STATE, make_optimizer
 from torchround.optim.rules.muon import Muon
@@ -67,10 +68,10 @@ def test_a_writer_of_some_values_leaves_the_others_and_one_that_fails_leaves_all
     name = "block.1.up.weight"
     expected = {key: value.clone() for key, value in store.weights().items()}
     expected[name][3] = 0.7
-    with store.filling()[name] as weight:
+    with store.writing() as weights, weights[name] as weight:
         weight[3] = 0.7
     if dtype is BF16:  # whole weights are written in place
-        with pytest.raises(KeyError), store.filling()[name] as weight:
+        with pytest.raises(KeyError), store.writing() as weights, weights[name] as weight:
             weight.zero_()
             raise KeyError
     for key, value in store.weights().items():
@@ -164,13 +165,13 @@ def test_rules_that_part_what_is_updated_together_are_refused():
 
     model = toy_model()
     store = toy_store(model, optimizer=make_optimizer(MuonTable()))
-    with pytest.raises(ValueError, match="with several rules"):
+    with pytest.raises(EngineUsageError, match="with several rules"):
         store.assign_rules(model, ByRows(MuonTable()))
 
 
 def test_rules_that_keep_other_state_are_refused():
     model = toy_model()
     store = toy_store(model)
-    with pytest.raises(ValueError, match="exact.*compact"):
+    with pytest.raises(EngineUsageError, match="exact.*compact"):
         store.assign_rules(model, make_optimizer(AdamWTable(state="compact")))
     assert {segment.format.name for bundle in store.bundles for segment in bundle.segments} == {"exact"}

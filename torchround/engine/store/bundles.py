@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from torchround.engine.errors import EngineUsageError
 from torchround.layer import FileTensor, LayeredModel, decayed_names
 from torchround.optim.formats import StateFormat, StatePart
 from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
@@ -115,23 +116,24 @@ class Segment:
                 share = share.view(parameter.shape) if part.block == 1 else share
                 yield f"{part.name}/{parameter.name}", share
 
-    def assign(self, rules: Mapping[str, UpdateRule], state_format: StateFormat) -> None:
+    def assign(self, rules: Mapping[str, UpdateRule], value_format: StateFormat) -> None:
         """Take another rule, by parameter, on the same memory.
 
-        Raises `ValueError` if it keeps other values than the segment has, or in another format, or if there are several.
+        Raises `EngineUsageError` if it keeps other values than the segment, or in another format, or if there are several.
         """
         rule, *others = dict.fromkeys(rules[parameter.name] for parameter in self.parameters)
-        kept, asked = _state_of(self.rule, self.format), _state_of(rule, state_format)
+        kept, asked = _values_of(self.rule, self.format), _values_of(rule, value_format)
         if others or asked != kept:
             with_others = " with several rules" if others else ""
-            raise ValueError(
-                f"{self.parameters[0].name} keeps {kept}; the optimizer asks for {asked}{with_others}"
+            raise EngineUsageError(
+                f"the host store is not of this optimizer: {self.parameters[0].name} keeps {kept}; the optimizer asks for "
+                f"{asked}{with_others}; make it with optimizer=make_optimizer(table)"
             )
         self.rule = rule
 
 
-def _state_of(rule: UpdateRule, state_format: StateFormat) -> str:
-    return f"{', '.join(value.name for value in rule.values) or 'no state'} ({state_format.name})"
+def _values_of(rule: UpdateRule, value_format: StateFormat) -> str:
+    return f"{', '.join(value.name for value in rule.values) or 'no state'} ({value_format.name})"
 
 
 @dataclass
@@ -141,9 +143,9 @@ class Bundle:
     `device_weights` are the copies in the training dtype that devices upload, one for each version that is kept.
     `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
     is what those lack (`optim/split_weights.py`), and `weight` is None. `segments` cut the elements by update rule and
-    hold the optimizer's state. A frozen bundle has device weights only, or what is `mapped`: tensors in files, each with its
+    hold the optimizer's values. A frozen bundle has device weights only, or what is `mapped`: tensors in files, each with its
     first element in the bundle. A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that
-    share the bundle; the host sums them in fp32.
+    share the bundle; the host sums them in fp32. Its state is its fp32 weights, or `residual`, with the optimizer's values.
 
     The machine `owner` keeps the fp32 state, updates it and saves it. On other machines the bundle has device weights only.
     """
@@ -195,7 +197,7 @@ class Bundle:
 
     @contextmanager
     def writing(self, parameter: FlatParameter, version: int) -> Iterator[Tensor]:
-        """Yield a parameter's values, to be changed and followed by `HostStore.derive_device_weights`."""
+        """Yield a parameter's values, to be changed within `HostStore.writing`."""
         values = self.values(parameter, version)
         yield values
         if self.residual is not None:
@@ -213,8 +215,8 @@ class Bundle:
         kinds = {WEIGHTS: self.newest(version)}
         if self.residual is not None:
             kinds[RESIDUAL] = self.residual
-        state = dict(view for segment in self.segments for view in segment.views())
-        return self._named(kinds) | state | self.older_views(version, lags)
+        values = dict(view for segment in self.segments for view in segment.views())
+        return self._named(kinds) | values | self.older_views(version, lags)
 
     def older_views(self, version: int, lags: bool) -> dict[str, Tensor]:
         ages = range(1, 2 if lags else len(self.device_weights))

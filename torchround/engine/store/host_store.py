@@ -1,8 +1,29 @@
-"""The flat host store: weights, device weights, gradients and optimizer state of all layers, by bundle (`bundles.py`)."""
+"""The flat host store, by bundle (`bundles.py`), and the only code that writes weights. This table has all its writers.
+
+D stands for device weights, S for fp32 weights (or the residuals of split ones) with the optimizer's values. In a step the
+optimizer's thread writes, in tasks that `program.py` orders; `receive` runs on the thread that receives from a machine.
+
+    writer                  writes  when
+    initialize              D S     before the first engine of a new run: the layers' own weights, or pretrained ones
+    writing, write_weights  D S     between engines: weights by name, such as a state dict of the library
+    loadable_views, resume  D S     between engines: the reader of a checkpoint fills the views, `resume` makes what they lack
+    set_stale_layers        D       when an engine begins with fewer stale layers, or ends inside a step: those that lag no more
+    receive                 D       on machines that do not own a bundle: before the first step, then after each write by its owner
+    update                  D S     "the update" of a step (not with a `HostOptimizer`)
+    step_host_optimizer     S       "the optimizer" of a step: all weights at once, before its updates
+    derive_device_weights   D       "the update" after that; and "the stale device weights" of `bounded`, behind a step's forward
+    copy_version            D       "the update" or "the receiving" of a skipped step, if there are two versions
+    write_true_weights      D       a validation begins: predicted or stale weights become the true ones
+    restore_device_weights  D       it ends: what was there before
+
+`tests/engine/test_weight_writers.py` sees that no weight changes outside these methods. A gradient is written as its parts
+land (`worker/transfers.py`, or their sum in `exchange.py`), clipped in place for a `HostOptimizer` (`update.py`), and between
+steps it is the room where `write_true_weights` sets weights aside.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,9 +46,11 @@ from torchround.engine.store.bundles import (
 )
 from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import FileTensor, LayeredModel
-from torchround.optim import LossScaling, SpikeBounds
+from torchround.optim import HostOptimizer, LossScaling, SpikeBounds, UpdateProgress
+from torchround.optim.host_optimizer import Hyperparameters
+from torchround.optim.kernel import KernelKind
 from torchround.optim.optimizer import Optimizer, make_optimizer
-from torchround.optim.update_pass import predict_
+from torchround.optim.update_pass import UpdateBuffers, UpdateKernel, predict_, update_
 from torchround.planning.partition import Stage
 
 
@@ -55,7 +78,6 @@ class HostStore:
         *,
         policy: UpdatePolicy = SYNC,
         pinned: bool = False,
-        gradient_dtype: torch.dtype | None = None,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
         ownership: Ownership | None = None,
         optimizer: Optimizer | None = None,
@@ -63,7 +85,6 @@ class HostStore:
         self.layer_names = model.names
         self.dtype = dtype
         self.policy = policy
-        self.gradient_dtype = gradient_dtype or dtype
         self.optimizer = optimizer or make_optimizer(AdamWTable())
         can_split = policy.splits_weights and self.optimizer.splits_weights
         self.splits_weights = dtype == torch.bfloat16 and can_split
@@ -71,6 +92,7 @@ class HostStore:
         self.applied_updates = 0
         self.refreshes = 0  # how often the weights were written as a whole
         self.is_consistent = True
+        self.observer = Observer()  # that of the engine
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = SpikeBounds()
@@ -88,6 +110,8 @@ class HostStore:
             if not bundle.mapped:
                 self._allocate(bundle)
 
+    # Writers of weights: the table of this file.
+
     def initialize(
         self,
         model: LayeredModel,
@@ -97,16 +121,16 @@ class HostStore:
     ) -> None:
         """Fill all weights by the layers' own `init_weights`. `advance` receives 1 after each layer.
 
-        For a model that was trained before, `read_weights` fills `filling()`, and `init_adapters` of layers what is new.
+        For a model that was trained before, `read_weights` fills what `writing` yields, and `init_adapters` of layers the rest.
         """
         method = "init_weights" if read_weights is None else "init_adapters"
-        for index, layer in enumerate(model.layers):
-            if (fill := getattr(layer, method, None)) is not None:
-                self._fill_layer(index, layer, fill, seed)
-            advance(1)
-        if read_weights is not None:
-            read_weights(self.filling())
-        self.derive_device_weights()
+        with self.writing() as values:
+            for index, layer in enumerate(model.layers):
+                if (fill := getattr(layer, method, None)) is not None:
+                    self._fill_layer(index, layer, fill, seed)
+                advance(1)
+            if read_weights is not None:
+                read_weights(values)
 
     def _fill_layer(
         self, index: int, layer: nn.Module, fill: Callable[[torch.Generator], None], seed: int
@@ -134,27 +158,32 @@ class HostStore:
             # number of layers, so that no two seeds give two layers the same numbers.
             fill(torch.Generator().manual_seed(seed * 1_000_003 + index))
 
-    def derive_device_weights(self, bundles: Iterable[Bundle] | None = None, older: bool = True) -> None:
-        """Make the device weights of these owned bundles, otherwise of all, their newest weights, unpredicted.
+    @contextmanager
+    def writing(self) -> Iterator[Mapping[str, AbstractContextManager[Tensor]]]:
+        """Yield, by parameter, a block `with values[name] as weight` to write in. All device weights follow at the end."""
+        held = self._held().items()
+        yield {name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in held}
+        self.refreshes += 1  # a device that holds a copy of frozen weights uploads them again
+        self.prediction = None
+        for bundle in self.owned:
+            self._derive_every_version(bundle)
 
-        All that writes weights outside the program of a step (`engine/program.py`) ends here:
+    def write_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values by name into the weights. Only between steps."""
+        with self.writing() as weights:
+            for name, value in values.items():
+                with weights[name] as weight:
+                    weight.copy_(value)
 
-        - a new run, by `initialize`, which reads pretrained weights into `filling`;
-        - a checkpoint that was read into `loadable_views`, by `resume`, which keeps the `older` versions that it has;
-        - the library's state dicts, by `write_weights`;
-        - a new engine with fewer stale layers, and the end of one in the middle of a step, by `set_stale_layers`.
+    def derive_device_weights(self, bundle: Bundle, version: int) -> None:
+        """Make a version of an owned bundle's device weights its newest weights, unpredicted."""
+        newest, device_weights = bundle.newest(self.step), bundle.version(version)
+        if device_weights is not newest:
+            _copy(newest, device_weights, self.observer)
 
-        Others write device weights alone: `share_weights` (`engine/exchange.py`), by which a machine gets those that others
-        own before the first step, and `write_true_weights` and `restore_device_weights` around a validation.
-        """
-        if bundles is None:
-            self.refreshes += 1  # a device that holds a copy of frozen weights uploads them again
-            self.prediction = None
-        for bundle in self.owned if bundles is None else bundles:
-            newest = bundle.newest(self.step)
-            for device_weights in bundle.device_weights if older else [bundle.version(self.step)]:
-                if device_weights is not newest:
-                    device_weights.copy_(newest)
+    def _derive_every_version(self, bundle: Bundle) -> None:
+        for age in range(len(bundle.device_weights)):
+            self.derive_device_weights(bundle, self.step - age)
 
     def lags(self, bundle: Bundle) -> bool:
         """Decide by the stale layers if a bundle's device weights are one version behind its fp32 weights between steps."""
@@ -164,7 +193,9 @@ class HostStore:
         """Change `stale_layers` between steps. Bundles that lag no more get their newest device weights."""
         lagged = list(filter(self.lags, self.trained))
         self.stale_layers = stale_layers
-        self.derive_device_weights(bundle for bundle in lagged if not self.lags(bundle))
+        for bundle in lagged:
+            if not self.lags(bundle):
+                self._derive_every_version(bundle)
 
     def resume(
         self,
@@ -176,11 +207,12 @@ class HostStore:
         prediction: Mapping[str, Any] | None = None,
         stale_layers: int = 0,
     ) -> None:
-        """Continue at `step`. Call it after reading a checkpoint into `loadable_views`.
+        """Continue at `step`. Call it after reading a checkpoint into `loadable_views`. The other arguments are as in `resume_state`.
 
-        The other arguments are as in `resume_state`. A checkpoint that `holds_older_weights` has filled the older
-        versions: each moves to the buffer of its number. Otherwise every version is derived from the fp32 weights, as for the
-        first step of a run. The newest device weights are predictions again if both runs predict.
+        The views have given each bundle its fp32 weights and optimizer state. If the checkpoint `holds_older_weights`, they have
+        its device weights too: each version moves to the buffer of its number, and the newest ones, if they do not lag, are
+        derived from the fp32 weights. Otherwise all are, as for the first step of a run. If both runs predict, the newest ones
+        are then predicted again.
         """
         lr: Any = None
         if self.policy.predicts and prediction is not None:
@@ -196,14 +228,87 @@ class HostStore:
         for bundle in self.owned:
             shift = places % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
-            # Device weights that lag are as old as the checkpoint says.
-            if not (holds_older_weights and self.lags(bundle)):
-                self.derive_device_weights([bundle], older=not holds_older_weights)
+            if not holds_older_weights:
+                self._derive_every_version(bundle)
+            elif not self.lags(bundle):
+                self.derive_device_weights(bundle, step)
             if lr is not None:
-                self._predict(bundle, lr)
+                for buffers in bundle.update_buffers(bundle.version(step), step):
+                    predict_(buffers, lr=lr, update=applied_updates)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
+
+    def receive(self, bundle: Bundle, version: int, fill: Callable[[Tensor], object]) -> None:
+        """Let `fill` write a version of device weights as the bundle's owner has sent it."""
+        device_weights = bundle.version(version)
+        self.observer.touched(reads=(), writes=[device_weights])
+        fill(device_weights)
+
+    def update(
+        self,
+        bundle: Bundle,
+        step: int,
+        lr: float,
+        gradient_scale: float,
+        progress: Sequence[UpdateProgress],
+        kernels: Mapping[KernelKind, UpdateKernel],
+    ) -> None:
+        """Update an owned bundle after `step` steps, segment by segment. A retry continues from `progress`, one for each."""
+        every, predicts = self.update_buffers(bundle, step), self.policy.predicts
+        self.observer.touched(bundle.inputs(step), [*bundle.state(), *(buffers.written for buffers in every)])
+        for buffers, done in zip(every, progress, strict=True):
+            kind = KernelKind.of(buffers, predicts) if kernels else None
+            update_(
+                buffers,
+                lr=lr,
+                update=self.applied_updates,
+                gradient_scale=self.direction_scale(step) if buffers.rule.uses_direction else gradient_scale,
+                progress=done,
+                kernel=kernels.get(kind) if kind is not None else None,
+                predicts=predicts,
+            )
+
+    def update_buffers(self, bundle: Bundle, step: int) -> list[UpdateBuffers]:
+        """List what the update of an owned bundle after `step` steps reads and writes, segment by segment."""
+        # The fp32 weights in place of device weights that lag: the next step's forward has to read those first.
+        written = bundle.fp32_weight if self.lags(bundle) else bundle.version(step + 1)
+        return [*bundle.update_buffers(written, step)]
+
+    def direction_scale(self, step: int) -> float:
+        # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
+        return 1.0 / self.loss_scaling.scale_of(step)
+
+    def step_host_optimizer(
+        self, optimizer: HostOptimizer, hyperparameters: Hyperparameters, gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Let a `HostOptimizer` update all fp32 weights by `gradients`, by name."""
+        optimizer.step(hyperparameters, gradients)
+
+    def copy_version(self, bundle: Bundle, step: int) -> None:
+        """Make version `step + 1` of a bundle's device weights equal to version `step`. Any thread may call this."""
+        if len(bundle.device_weights) > 1:
+            _copy(bundle.version(step), bundle.version(step + 1), self.observer)
+
+    def write_true_weights(self, kept: list[tuple[Bundle, Tensor]]) -> None:
+        """Make the newest device weights of this machine's bundles the fp32 weights, as a validation should see them.
+
+        `Engine.true_device_weights` calls it when no thread reads them. `kept` gets what `restore_device_weights` takes.
+        """
+        for bundle in self.stale_or_predicted():
+            if bundle.is_owned:
+                assert bundle.gradient is not None, "an engine allocates it, and between steps it is free"
+                aside = bundle.gradient.view(self.dtype)[: bundle.numel]
+                _copy(bundle.version(self.step), aside, self.observer)
+                kept.append((bundle, aside))
+                self.derive_device_weights(bundle, self.step)
+
+    def restore_device_weights(self, kept: Sequence[tuple[Bundle, Tensor]]) -> None:
+        """Undo `write_true_weights`, bit for bit."""
+        for bundle, aside in kept:
+            _copy(aside, bundle.version(self.step), self.observer)
+
+    # What the store holds.
 
     def resume_state(self) -> dict[str, Any]:
         """Return what `resume` needs besides the views and the step, as JSON has it. Only between steps."""
@@ -221,43 +326,15 @@ class HostStore:
     def stale_or_predicted(self) -> list[Bundle]:
         return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
-    def write_true_weights(self, kept: list[tuple[Bundle, Tensor]], observer: Observer) -> None:
-        """Make the newest device weights of this machine's bundles the fp32 weights, as a validation should see them.
-
-        `Engine.true_device_weights` calls it when no thread reads them. `kept` gets what `restore_device_weights` takes.
-        """
-        for bundle in self.stale_or_predicted():
-            if bundle.is_owned:
-                weights, room = (
-                    bundle.version(self.step),
-                    bundle.gradient,
-                )  # which nothing reads between steps
-                if room is None or room.itemsize < weights.itemsize:
-                    room = torch.empty_like(weights)
-                spare = room.view(weights.dtype)[: bundle.numel]
-                _copy(weights, spare, observer)
-                kept.append((bundle, spare))
-                _copy(bundle.fp32_weight, weights, observer)
-
-    def restore_device_weights(self, kept: Sequence[tuple[Bundle, Tensor]], observer: Observer) -> None:
-        """Undo `write_true_weights`, bit for bit."""
-        for bundle, spare in kept:
-            _copy(spare, bundle.version(self.step), observer)
-
-    def _predict(self, bundle: Bundle, lr: float) -> None:
-        """Write an owned bundle's newest device weights as the last applied update did."""
-        for buffers in bundle.update_buffers(bundle.version(self.step), self.step):
-            predict_(buffers, lr=lr, update=self.applied_updates)
-
     def allocate_gradients(self, rounds: int, always_add: bool = False) -> None:
         """Give each trained bundle the gradient buffer for steps of `rounds` rounds, an fp32 sum if it `always_add`s."""
         machines = self.ownership.num_machines
         for bundle in self.trained:
-            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the gradient dtype.
+            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the dtype of the weights.
             bundle.adds_up = always_add or machines * rounds * len(bundle.layers) > 1
             if bundle.is_remote:
                 continue  # its parts pass through the pool on their way to the owner
-            dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
+            dtype = torch.float32 if bundle.adds_up else self.dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:
                 bundle.gradient = self._flat(bundle.numel, dtype)
 
@@ -278,25 +355,12 @@ class HostStore:
         """
         return _WeightValues(self._held(), self.step)
 
-    def filling(self) -> Mapping[str, AbstractContextManager[Tensor]]:
-        """Return, by parameter, a block `with filling[name] as values` to write in; then call `derive_device_weights`."""
-        held = self._held().items()
-        return {name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in held}
-
     def _held(self) -> dict[str, tuple[Bundle, FlatParameter]]:
         held = [bundle for bundle in self.bundles if not (bundle.mapped or bundle.is_remote)]
         return {parameter.name: (bundle, parameter) for bundle in held for parameter in bundle.parameters}
 
-    def write_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values by name into the weights, and derive the device weights from them. Only between steps."""
-        filling = self.filling()
-        for name, value in values.items():
-            with filling[name] as weight:
-                weight.copy_(value)
-        self.derive_device_weights()
-
     def assign_rules(self, model: LayeredModel, optimizer: Optimizer) -> None:
-        """Let the rules of `optimizer` update the bundles. Raises `ValueError` if they keep other state than there is."""
+        """Let the rules of `optimizer` update the bundles. Raises `EngineUsageError` if they keep other state."""
         rules = {name: optimizer.rule_of(facts) for name, facts in parameter_facts(model).items()}
         for segment in [segment for bundle in self.trained for segment in bundle.segments]:
             segment.assign(rules, optimizer.format)

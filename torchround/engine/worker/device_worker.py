@@ -19,7 +19,7 @@ from torchround.engine.buffer_reservation import PassShape, ValueSizes
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.passes import DeviceJob, StageJob
-from torchround.engine.reports import Span, SpanKind, StageReport
+from torchround.engine.reports import Span, StageReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
@@ -30,14 +30,14 @@ from torchround.engine.worker.orthogonalise import (
     directed_bundles,
     directed_parameters,
     orthogonalise,
-    piece_elements,
 )
 from torchround.engine.worker.slots import SlotRing, StageSlots, place_constants
 from torchround.engine.worker.transfers import ActivationTransfers, FileReader, GradientDownload, WeightUpload
 from torchround.keeping import recording, replaying
 from torchround.layer import Batch, Hidden, LayeredModel
 from torchround.planning.host_buffers import restarted_layers
-from torchround.planning.partition import Partition, StageKind
+from torchround.planning.partition import Partition, SpanKind, StageKind
+from torchround.planning.update_costs import piece_elements
 
 T = TypeVar("T")
 # The kind of the jobs that a device's thread gets.

@@ -5,7 +5,6 @@ result lands where the look-ahead was. One matrix computes while the next one co
 large symmetric products round differently than in `torch.optim.Muon`: they are computed in bands of rows.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,20 +14,19 @@ from torch import Tensor
 
 from torchround.engine.board import Board
 from torchround.engine.device import Device, Mark, Stream
-from torchround.engine.reports import Span, SpanKind
+from torchround.engine.reports import Span
 from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access
 from torchround.engine.worker.slots import DeviceSlot, SlotRing
-from torchround.planning.update_costs import row_bands
+from torchround.planning.partition import SpanKind
+from torchround.planning.update_costs import piece_elements, row_bands
 
 # The polynomial of one step, a X + b (X X^T) X + c (X X^T)^2 X (kellerjordan.github.io/posts/muon).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 # A matrix of zeros is divided by this in place of its norm.
 LEAST_NORM = 1e-7
-# Matrices of a stack go up together, up to this number of elements; a larger matrix goes alone.
-PIECE_ELEMENTS = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -97,25 +95,6 @@ def pieces(flat: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
     """Cut a parameter of `shape`, a matrix or a stack of them, in flat memory into pieces `[n, rows, columns]`."""
     for piece in flat.split(piece_elements(shape)):
         yield piece.view(-1, *shape[-2:])
-
-
-def piece_elements(shape: Sequence[int]) -> int:
-    *stack, rows, columns = shape
-    return rows * columns * min(max(PIECE_ELEMENTS // (rows * columns), 1), math.prod(stack))
-
-
-def slot_bytes(shape: Sequence[int]) -> int:
-    return 2 * 2 * piece_elements(shape)
-
-
-def scratch_bytes(shape: Sequence[int]) -> int:
-    """Count the bytes for the products of a parameter of `shape`: bf16 tensors of its largest piece.
-
-    Three have the size of the piece: two results and a transposed copy. Two are squares of the shorter side.
-    """
-    elements, (short, long) = piece_elements(shape), sorted(shape[-2:])
-    squares = elements // (short * long) * short * short
-    return 2 * (3 * elements + 2 * squares)
 
 
 def orthogonalise(

@@ -155,7 +155,7 @@ class StageLayout:
 class StageSlots:
     """The device memory for weights and gradients of a device's stages: as much as `device_memory` counts.
 
-    `rounding` is for gradients on their way to the host. It is None if slots have the store's gradient dtype.
+    `rounding` is for gradients on their way to the host. It is None if slots have the store's dtype.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class StageSlots:
         self.weights = TwoSlots(device.allocate(weights).view(store.dtype))
         self.gradients = TwoSlots(device.allocate(gradients).view(accumulate_dtype))
         self.rounding: Tensor | None = None
-        if accumulate_dtype != store.gradient_dtype:
+        if accumulate_dtype != store.dtype:
             largest = max(self.layout(s).gradient_numel for s in partition.stages()[len(partition.forward) :])
             numel = min(largest, ROUNDING_ELEMENTS)
-            self.rounding = device.allocate(numel * store.gradient_dtype.itemsize).view(store.gradient_dtype)
+            self.rounding = device.allocate(numel * store.dtype.itemsize).view(store.dtype)
 
     def layout(self, stage: Stage) -> StageLayout:
         key = stage.start, stage.stop

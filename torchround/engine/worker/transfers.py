@@ -169,7 +169,7 @@ class WeightUpload(BundleTransfer):
 
 
 class GradientDownload(BundleTransfer):
-    """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
+    """The download of one stage's gradients from a slot to the host store, rounded to the store's dtype.
 
     It clears the slot first. The deepest layers go first, as the optimizer takes them, each after `layers_final`.
     """
@@ -178,7 +178,7 @@ class GradientDownload(BundleTransfer):
 
     def __init__(self, worker: "DeviceWorker", job: StageJob, layout: StageLayout) -> None:
         self._rounding = worker.slots.rounding
-        self._dtype = worker.setup.store.gradient_dtype
+        self._dtype = worker.setup.store.dtype
         self._first_final = layout.layers.stop
         slot = worker.slots.gradients.next(layout.gradient_numel)
         pieces = []
