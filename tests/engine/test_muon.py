@@ -21,9 +21,9 @@ from torchround.engine.board import Observer
 from torchround.engine.device import Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.reports import SpanKind
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import make_optimizer
 from torchround.planning.costs import Costs, LayerCost
+from torchround.planning.update_modes import ASYNC, SYNC
 from torchround.simulate.dispatch import dispatch_tasks
 
 LR = 1e-2

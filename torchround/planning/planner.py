@@ -33,8 +33,7 @@ from torchround.planning.search import (
     find_plan,
     num_partitions,
 )
-
-UPDATES = ("sync", "async", "bounded")
+from torchround.planning.update_modes import SYNC, mode_of
 
 
 class InfeasiblePlanError(ValueError):
@@ -49,7 +48,7 @@ def make_plan(
     costs: Costs,
     num_devices: int,
     num_micro_batches: int,
-    update: str = "sync",
+    update: str = SYNC.name,
     rounds: int | str = "auto",
     limits: MemoryLimits | None = None,
     as_fast: float = AS_FAST,
@@ -90,7 +89,7 @@ def evaluate_plan(
     costs: Costs,
     num_devices: int,
     num_micro_batches: int,
-    update: str = "sync",
+    update: str = SYNC.name,
     limits: MemoryLimits | None = None,
     stale_layers: int | None = None,
     keep: KeepRule | None = None,
@@ -123,11 +122,7 @@ def _problem(
         raise PlanError(
             f"{num_devices} devices and {num_micro_batches} micro-batches must both be at least 1"
         )
-    if update not in UPDATES:
-        raise PlanError(f"update = {update!r} must be one of {UPDATES}")
-    if update != "bounded":
-        stale_layers = 0
-    elif stale_layers is not None and not 0 <= stale_layers < costs.num_layers:
+    if mode_of(update).updates_by_layer and not 0 <= (stale_layers or 0) < costs.num_layers:
         raise PlanError(
             f"engine.stale_layers = {stale_layers}; legal: 0 to {costs.num_layers - 1}, the layers before the last"
         )
@@ -150,10 +145,10 @@ def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, .
         problem.num_micro_batches,
         problem.num_devices,
     )
-    if problem.update == "bounded":
+    if problem.mode.updates_by_layer:
         if rounds not in ("auto", 1):
             raise PlanError(
-                f'rounds = {rounds!r} with update = "bounded" must be 1 or "auto": the first gradients would wait for the last'
+                f'rounds = {rounds!r} with update = "{problem.mode.name}" must be 1 or "auto": the first gradients would wait for the last'
             )
         return (1,)
     if rounds != "auto":
@@ -191,7 +186,7 @@ def _plan(problem: PlanningProblem, candidate: Candidate) -> Plan:
         rounds=rounds,
         num_devices=devices,
         num_micro_batches=micro_batches,
-        update=problem.update,
+        update=problem.mode.name,
         stale_layers=problem.stale_layers or 0,
         step_s=step_s,
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,

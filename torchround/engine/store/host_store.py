@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from torchround.config import AdamWTable
 from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
-    BOUNDED,
-    SYNC,
     Bundle,
     FlatParameter,
     Ownership,
-    UpdatePolicy,
     collect_bundles,
     mapped_ranges,
     owner_of,
@@ -29,6 +26,7 @@ from torchround.optim import LossScaling, SpikeBounds
 from torchround.optim.optimizer import Optimizer, make_optimizer
 from torchround.optim.update_pass import predict_
 from torchround.planning.partition import Stage
+from torchround.planning.update_modes import SYNC, UpdateMode
 
 
 class HostStore:
@@ -53,7 +51,7 @@ class HostStore:
         model: LayeredModel,
         dtype: torch.dtype = torch.float32,
         *,
-        policy: UpdatePolicy = SYNC,
+        policy: UpdateMode = SYNC,
         pinned: bool = False,
         gradient_dtype: torch.dtype | None = None,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
@@ -212,7 +210,7 @@ class HostStore:
             "loss_scale": self.loss_scaling.state_dict(self.step),
             "spikes": self.spikes.state_dict(),
         }
-        if self.policy is BOUNDED:
+        if self.policy.updates_by_layer:
             state["stale_layers"] = self.stale_layers
         if self.prediction is not None:
             state["prediction"] = {"lr": self.prediction}
@@ -318,7 +316,7 @@ class HostStore:
         for bundle in self.bundles:
             if not (bundle.trainable or bundle.mapped):
                 views |= bundle.saved_views(self.step, lags=False)
-            elif self.policy is BOUNDED and bundle.trainable:
+            elif self.policy.updates_by_layer and bundle.trainable:
                 views |= bundle.older_views(self.step, lags=True)
         return views
 
