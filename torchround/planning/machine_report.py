@@ -6,11 +6,7 @@ A plan takes the exchange as hidden. This module simulates it beside the plan's 
 import math
 from dataclasses import dataclass, replace
 
-from torchround.planning.exchange_time import (
-    Exchange,
-    ExchangedBundle,
-    exchange_step_seconds,
-)
+from torchround.planning.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
 from torchround.planning.machine_shares import step_share
 from torchround.planning.partition import split_evenly
 from torchround.planning.plan import Plan

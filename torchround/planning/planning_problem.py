@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 from operator import add
+from typing import Any
 
 from torchround.planning.costs import Costs
 from torchround.planning.host_buffers import HostBatch
@@ -53,7 +54,9 @@ class PlanningProblem:
         link: KeptLink | None = None,
         items: Sequence[KeptItem] = (),
     ) -> None:
-        self._question = costs, num_devices, num_micro_batches, update, limits, stale_layers, link, items
+        sizes = {"num_devices": num_devices, "num_micro_batches": num_micro_batches}
+        choices = {"stale_layers": stale_layers, "link": link, "items": items}
+        self._question = {"costs": costs, **sizes, "update": update, "limits": limits, **choices}
         self.costs, self.limits, self.link, self.items = costs, limits, link, items
         self.mode, self.num_layers = mode_of(update), costs.num_layers
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
@@ -71,14 +74,9 @@ class PlanningProblem:
         self._steps: dict[Candidate, float] = {}
         self._host: dict[Candidate, int] = {}
 
-    def with_stale_layers(self, stale_layers: int) -> "PlanningProblem":
-        return PlanningProblem(*self._question[:5], stale_layers, self.link, self.items)
-
-    def with_items(self, items: Sequence[KeptItem]) -> "PlanningProblem":
-        return PlanningProblem(*self._question[:7], items)
-
-    def within(self, limits: MemoryLimits) -> "PlanningProblem":
-        return PlanningProblem(*self._question[:4], limits, self.stale_layers, self.link, self.items)
+    def changed(self, **changes: Any) -> "PlanningProblem":
+        """Make the same problem with other `limits`, `stale_layers` or `items`."""
+        return PlanningProblem(**{**self._question, **changes})
 
     def costs_of(self, kept: int) -> Costs:
         """Return the costs with what the first `kept` items keep."""
@@ -180,9 +178,9 @@ class PlanningProblem:
         """Return what a plan's boundaries and kept activations take of the pool."""
         if candidate not in self._host:
             kept = self.costs_of(candidate.kept).kept
-            run = self.num_devices, self.mode.name, self.stale_layers or 0
-            cuts = candidate.partition, candidate.rounds
-            self._host[candidate] = self.batch.boundary_bytes(*cuts, *run, kept)
+            stale = self.stale_layers or 0
+            run = candidate.partition, candidate.rounds, self.num_devices, self.mode.name, stale
+            self._host[candidate] = self.batch.boundary_bytes(*run, kept)
         return self._host[candidate]
 
     def host_bytes(self, candidate: Candidate) -> int:

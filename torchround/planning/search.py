@@ -208,11 +208,8 @@ def find_plan(problem: PlanningProblem, rounds_choices: Sequence[int], as_fast: 
 def least_step_s(problem: PlanningProblem) -> float:
     """Compute a step time that no plan can beat: the least work, spread evenly over the devices."""
     sums, most = problem.sums_of(problem.amounts[-1]), largest_fused(problem)
-    return (
-        problem.num_micro_batches
-        * min(sums.work_s(fused) for fused in range(1, most + 1))
-        / problem.num_devices
-    )
+    work_s = min(sums.work_s(fused) for fused in range(1, most + 1))
+    return problem.num_micro_batches * work_s / problem.num_devices
 
 
 def largest_fused(problem: PlanningProblem) -> int:

@@ -66,11 +66,7 @@ def _next_state(
         updates[:] = _update_starts(times.group_s, complete, before)
 
     late = run_late_jobs if jobs and times.mode.versions > 1 else None
-    at = (
-        slots_before_late_jobs(len(times.partition.forward), len(sizes) * num_stages, num_devices)
-        if late
-        else 0
-    )
+    at = slots_before_late_jobs(len(times.partition.forward), len(sizes) * num_stages, num_devices)
     ends = run_slots(times, sizes, free, ready_s, late, at)
     finished = ends[-groups:] if times.mode.updates_by_layer else [max(ends)]
     if jobs and times.mode.has_flush:

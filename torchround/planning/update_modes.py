@@ -15,8 +15,8 @@ from torchround.planning.partition import PlanError
 ModeName = Literal["sync", "async", "bounded"]
 """The legal values of `engine.update`: the names of `MODES`."""
 
+# The search effort where devices are idle for a part of each step, as at a flush.
 FLUSH_EFFORT = 100_000
-"""`UpdateMode.search_effort` where devices are idle for a part of each step, as at a flush."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class UpdateMode:
     store keeps fp32 weights, because the device weights of stale layers are one update behind."""
 
     can_predict: bool = False
-    """Whether `engine.delay_correction` is legal: it moves device weights by one update along the optimizer's state."""
+    """Whether `engine.delay_correction` is legal, which moves device weights by one update along the optimizer's state."""
 
     predicts: bool = False
-    """Whether it is on, which a run decides (`with_prediction`). The update then writes `w + d` in place of `w` as a version's
-    device weights, where `d` is its own direction; for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. The fp32 weights, state
-    and learning rate give them again, bit for bit."""
+    """Whether a run has it on. The update then writes `w + d` in place of `w` as a version's device weights, where `d` is its
+    own direction; for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. The fp32 weights, state and learning rate give them
+    again, bit for bit."""
 
     def __post_init__(self) -> None:
         assert self.versions == 1 or not self.updates_by_layer, (
