@@ -131,7 +131,8 @@ def build(
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
     plan = plan_with_advice(question)
-    question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
+    if question.mode.updates_by_layer:
+        question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, batches = build_loaders(options, tokenizer)
     if config.training.steps is None:
         config = config.with_steps(steps_of_epochs(options, loader, folder))
