@@ -124,8 +124,9 @@ class Bench:
     def _mfu(self, tokens_per_s: float, hardware: Hardware, num_cards: int) -> float | None:
         """Return the share of the cards' peak that this speed is; None for a card of unknown speed."""
         peak = None if hardware.spec is None else hardware.spec.flops_per_s(self.training.dtype)
+        all_cards = None if peak is None else num_cards * peak
         flops = flops_per_token(self.model, self.training.seq_len, self.dtype.itemsize)
-        return mfu(tokens_per_s, flops, peak, num_cards)
+        return mfu(tokens_per_s, flops, all_cards)
 
     def _table(self, update: str, workers: int, compiled: str | None = None) -> EngineTable:
         """Return the engine's settings; `compiled` is a value of `--compile`, its first one by default."""
@@ -146,10 +147,10 @@ class Bench:
             return {**figures, "left_out": "the time was up"}
         table = self._table(update, workers, compiled)
         hardware, numbers = find_hardware(table), RunNumbers(self.training, table)
-        plan = plan_for(run_question(self.model, numbers, hardware))
-        devices = hardware.make_devices()
+        question = run_question(self.model, numbers, hardware)
+        plan, devices = plan_for(question), hardware.make_devices()
         baseline_bytes = start_peak(devices)
-        compiler = self._layer_compiler(table, hardware)
+        compiler = self._layer_compiler(table, hardware, question.stays_uncompiled)
         start_s = time.perf_counter()
         with build_engine(self.model, store, devices, plan, numbers, OPTIMIZER, compiler) as engine:
             results, ends_s, allocations = self._steps(engine)
@@ -171,10 +172,14 @@ class Bench:
             "host_gib": psutil.Process().memory_info().rss / GIB,
         }
 
-    def _layer_compiler(self, table: EngineTable, hardware: Hardware) -> LayerCompiler | None:
+    def _layer_compiler(
+        self, table: EngineTable, hardware: Hardware, stays_uncompiled: bool
+    ) -> LayerCompiler | None:
         """Return the compiler that all runs with this setting share, as the engines of one run do."""
         if table.compile not in self._compilers:
-            self._compilers[table.compile] = layer_compiler(self.model, table, hardware.kind)
+            self._compilers[table.compile] = layer_compiler(
+                self.model, table, hardware.kind, stays_uncompiled
+            )
         return self._compilers[table.compile]
 
     def _steps(self, engine: Engine) -> tuple[list[StepResult], list[float], list[int]]:
@@ -222,11 +227,12 @@ class Bench:
         """Measure each layer's own times in the first steps, with one layer per stage; also return the first loss."""
         table = self._table("sync", 1).model_copy(update={"update": store.policy.name})
         hardware, numbers = find_hardware(table), RunNumbers(self.training, table)
-        counted = run_question(self.model, numbers, hardware).costs()
+        question = run_question(self.model, numbers, hardware)
+        counted = question.costs()
         partition = Partition((1,) * (counted.num_layers - 1), 1, (1,) * (counted.num_layers - 1))
         plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.policy.name)
         results = []
-        compiler = self._layer_compiler(table, hardware)
+        compiler = self._layer_compiler(table, hardware, question.stays_uncompiled)
         devices = hardware.make_devices()
         with build_engine(self.model, store, devices, plan, numbers, OPTIMIZER, compiler) as engine:
             for step in range(WARM_UP_STEPS):

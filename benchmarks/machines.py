@@ -24,7 +24,7 @@ from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.exchange import share_weights
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import POLICIES, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.machines import group as machines_group
 from torchround.machines import links
@@ -35,6 +35,7 @@ from torchround.planning.machine_shares import step_share
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.plan import Plan
 from torchround.planning.planner import make_plan
+from torchround.planning.update_modes import MODES
 
 # Published layer times of Llama-3.1-8B on an RTX 4090, micro-batches of 4 x 2048 tokens: forward and backward seconds.
 # The embedding is not among them and takes none here.
@@ -156,7 +157,7 @@ def train(setup: Setup, group: MachineGroup | None) -> float:
     # Weights that no computation uses are exchanged like others.
     model, plan = timed_model(setup.costs, unused_parameters=setup.sizes), setup.plan
     ownership = Ownership(rank, size) if group is not None else None
-    store = HostStore(model, torch.bfloat16, policy=POLICIES[plan.update], ownership=ownership)
+    store = HostStore(model, torch.bfloat16, policy=MODES[plan.update], ownership=ownership)
     store.initialize(model, seed=0)
     if group is not None:
         share_weights(store, group)

@@ -7,12 +7,12 @@ import torch
 
 from benchmarks.frame import Benchmark, Option, Report
 from benchmarks.timed_layers import BLOCK_BYTES, block_costs, measure_plan, simulated_step_s, with_updates
-from torchround.engine.store.bundles import POLICIES
 from torchround.planning.costs import Costs
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import StageKind
 from torchround.planning.plan import Plan
 from torchround.planning.planner import make_plan
+from torchround.planning.update_modes import MODES
 
 # The bounds hold where layers take at least `CHECKED_SCALE` times their time: shorter layers drown in the engine's own
 # work on a machine that has fewer cores than the benchmark has devices.
@@ -105,7 +105,7 @@ the times or more: async bubble at most 2 %, sync within 1.5 points of the simul
         "--stage-blocks": Option(3.0, "blocks whose activations fit on a device (head: 2.3)"),
         "--steps": Option(8, "measured steps; a multiple of the devices"),
         "--scales": Option([5.0, 1.0], "factors on layer times"),
-        "--updates": Option(["async", "sync"], "age of the weights", sorted(POLICIES)),
+        "--updates": Option(["async", "sync"], "age of the weights", sorted(MODES)),
     },
     measure,
     headline,

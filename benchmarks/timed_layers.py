@@ -20,12 +20,12 @@ from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayeredModel, LayerWork, MicroBatch
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.plan import Plan
+from torchround.planning.update_modes import MODES
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import steady_state
 
@@ -202,7 +202,7 @@ def run_plan(
     So single steps differ, and `steps` should be a multiple of the devices. The warm-up steps and the last step,
     which no other step follows, are left out.
     """
-    store = HostStore(model, policy=POLICIES[plan.update])
+    store = HostStore(model, policy=MODES[plan.update])
     store.initialize(model, seed=0)
     micro_batches = empty_micro_batches(plan.num_micro_batches)
     parts = model, store, devices, plan.partition

@@ -29,9 +29,10 @@ from torchround.planning.memory import GIB, MemoryLimits
 from torchround.planning.partition import Partition
 from torchround.planning.plan import Plan
 from torchround.planning.plan_report import host_memory, longest_tokens, plan_for
-from torchround.planning.planner import UPDATES, make_plan
+from torchround.planning.planner import make_plan
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.search import AS_FAST
+from torchround.planning.update_modes import MODES
 from torchround.simulate.bound import SimulationSetup
 from torchround.simulate.schedules import RULES, ScheduleReport, simulate_schedule
 
@@ -57,6 +58,8 @@ MEASURED = {
 }
 LONGEST = ("73K", "49K", "39K", "28K", "31K")  # sequences that they trained on cards of 24 GB
 BOUND = tuple(RULES)
+# Line rates of the networks in `machines_table`.
+GBIT_PER_S = (10.0, 25.0, 100.0)
 ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
 
 # From RoundPipe's artifact, per model: the layers of each virtual stage of the bound schedules, whose last stage has the
@@ -262,11 +265,11 @@ def bounded_table() -> str:
                 update: plan_for(replace(counted(model, "h100"), update=update))
                 if card == "H100"
                 else planned(CONFIGS[model], update, DEVICE_GIB)
-                for update in UPDATES
+                for update in MODES
             }
             for model in range(len(MODELS))
         ]
-        for update in UPDATES:
+        for update in MODES:
             plans = [modes[update] for modes in by_model]
             cells = [f"{plan.step_s:.3g} s, {percent(plan.bubble)} %" for plan in plans]
             rows.append([f"8 x {card}, `{update}`", *cells])
@@ -323,7 +326,7 @@ def machines_table() -> str:
 def machines_cell(question: RunQuestion, plan: Plan, count: int) -> str:
     """Return a cell of `machines_table`; one figure if there is nothing to exchange."""
     grown = replace(question, global_batch_size=count * question.global_batch_size).on_machines(count)
-    rates = [machine_report.usable_bytes_per_s(gbit) for gbit in machine_report.GBIT_PER_S]
+    rates = [machine_report.usable_bytes_per_s(gbit) for gbit in GBIT_PER_S]
     tokens = grown.global_batch_size * grown.seq_len
     steps = [machine_report.machine_step_seconds(grown, plan, rate) for rate in rates]
     return " / ".join(f"{tokens / step_s / 1000:.1f}" for step_s in (steps if count > 1 else steps[:1]))

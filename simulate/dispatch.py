@@ -17,6 +17,7 @@ from torchround.planning.partition import (
     step_tasks,
 )
 from torchround.planning.stage_times import KeptLink, LayerSums, layers_with_jobs
+from torchround.planning.update_modes import SYNC, mode_of
 from torchround.simulate.timeline import COMPUTE, HOST, Dependency, Task
 
 
@@ -28,7 +29,7 @@ def dispatch_tasks(
     rounds: int,
     *,
     recompute: str = "stage",
-    update: str = "sync",
+    update: str = SYNC.name,
     stale_layers: int = 0,
     steps: int = 1,
     link: KeptLink | None = None,
@@ -37,27 +38,27 @@ def dispatch_tasks(
 
     Jobs that devices do for the update follow the slots of each step, or come among those of the next (`run_jobs` in `step_time.py`).
     If there are several steps, each is followed by its update: after the step's last gradient and job the host
-    updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
-    update of its own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
+    updates layer by layer in forward order. Each stage of step t+V, in a mode of V versions, waits for the update of its
+    own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
     and forward stages read the first `stale_layers` layers one version older. With a `link`, stages take at
     least as long as their transfers.
     """
+    mode = mode_of(update)
     if partition.num_layers != len(costs.layers):
         raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")
-    stale_layers = min(stale_layers, partition.num_layers - partition.fused) if update == "bounded" else 0
-    builder = _Builder(costs, recompute, update == "bounded", stale_layers)
+    stale_layers = min(stale_layers, partition.num_layers - partition.fused) if mode.updates_by_layer else 0
+    builder = _Builder(costs, recompute, mode.updates_by_layer, stale_layers)
     sums = LayerSums(costs, recompute, link, num_micro_batches)
     builder.seconds = list(zip(*sums.seconds(partition, rounds), strict=True))
     num_slots = rounds * partition.num_stages
-    has_late_jobs = update == "async" and steps > 1 and bool(layers_with_jobs(costs))
+    has_late_jobs = mode.versions > 1 and steps > 1 and bool(layers_with_jobs(costs))
     before_jobs = slots_before_late_jobs(len(partition.forward), num_slots, num_devices)
     updates: dict[int, list[int]] = {}  # step -> the tasks that update the layers with its gradients
-    # `async` weights are one step old, so that a step runs while the host still updates with the gradients of the one
-    # before. In `bounded` the forward of its stale layers reads weights of that age.
-    age = 2 if update == "async" else 1
     for step in range(steps):
         gradients_before = builder.last_gradients
-        builder.begin_step(step, updates.get(step - age, []), updates.get(step - age - 1, []))
+        builder.begin_step(
+            step, updates.get(step - mode.versions, []), updates.get(step - mode.versions - 1, [])
+        )
         first_slot = step * num_slots
         stage_tasks = step_tasks(partition, num_micro_batches, rounds, num_devices, first_slot)
         jobs_at = before_jobs if has_late_jobs else num_slots

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torchround.planning.partition import SpanKind, split_evenly
 from torchround.planning.planner import make_plan
+from torchround.planning.update_modes import mode_of
 from torchround.simulate.bound import (
     BACKWARD,
     FORWARD,
@@ -250,7 +251,7 @@ def _roundpipe(name: str, setup: SimulationSetup) -> Schedule:
     waits for step t's update, without a flush. A given partition runs in rounds of N micro-batches, as in the paper.
     """
     update = name.removeprefix("roundpipe_")
-    partition, rounds = setup.partition, setup.rounds
+    has_flush, partition, rounds = mode_of(update).has_flush, setup.partition, setup.rounds
     if partition is None:
         sizes = setup.num_devices, setup.num_micro_batches
         plan = make_plan(setup.costs, *sizes, update, rounds or "auto", setup.limits)
@@ -263,13 +264,13 @@ def _roundpipe(name: str, setup: SimulationSetup) -> Schedule:
         return dispatch_tasks(partition, setup.costs, *sizes, recompute=recompute, update=update, steps=steps)
 
     update_s = 0.0
-    if update == "sync":
+    if has_flush:
         # The second of two steps waits for the first one's update, a lone step for none.
         both = simulate(tasks(2), setup.num_devices).step_ends_s()
         update_s = max(0.0, both[1] - both[0] - simulate(tasks(1), setup.num_devices).makespan_s)
     shown = {**asdict(partition), "rounds": rounds}
     return Schedule(
-        name, setup.num_devices, shown, tasks, tail_steps=0 if update == "async" else None, update_s=update_s
+        name, setup.num_devices, shown, tasks, tail_steps=None if has_flush else 0, update_s=update_s
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, before_step, interrupt, small_runs, stop_after, with_model
 from torchround.config import load_config
+from torchround.data import Loader
 from torchround.run.early_end import STOP_SIGNALS
 
 __all__ = ["small_runs"]
@@ -98,6 +99,27 @@ def test_each_stop_signal_saves_after_the_step_has_an_exit_code_of_its_own_and_i
         assert small_runs.saved(number.name) == [2]
         assert capfd.readouterr().err.startswith(number.name)
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_a_signal_while_a_batch_is_read_ends_the_run_before_that_batch(small_runs, monkeypatch):
+    read, batches = Loader.__next__, []
+
+    def reading(loader):
+        batches.append(len(batches))
+        if len(batches) == 3:
+            interrupt()
+        return read(loader)
+
+    monkeypatch.setattr(Loader, "__next__", reading)
+    assert small_runs("run") == 128 + signal.SIGTERM
+    assert small_runs.saved("run")[-1] == 2 and len(batches) == 3
+
+
+def test_after_a_signal_in_a_step_no_batch_is_read(small_runs, monkeypatch):
+    read, batches = Loader.__next__, []
+    monkeypatch.setattr(Loader, "__next__", lambda loader: batches.append(1) or read(loader))
+    stop_after(2, small_runs, "run")
+    assert len(batches) == 2
 
 
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(small_runs, monkeypatch):

@@ -91,7 +91,9 @@ class Trainer:
             parts.model, parts.numbers, parts.hardware, parts.mapped, machines.ownership()
         )
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
-        self._compiler = layer_compiler(parts.model, self.config.engine, parts.hardware.kind)
+        self._compiler = layer_compiler(
+            *(parts.model, self.config.engine, parts.hardware.kind, parts.question.stays_uncompiled)
+        )
         self._devices = parts.hardware.make_devices()
         traces = StepTraces(self.config.trace, folder.path / "trace", self._devices, self._total_steps)
         self._traces = traces
@@ -232,7 +234,7 @@ class Trainer:
         """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
         end, save_every = None, self.config.checkpoint.interval_steps
         while self._position.step < until and self._bad_steps.error is None:
-            # The signals of all machines come with the batch, which a resumed run reads again.
+            # The signals of all machines come in place of the batch; a resumed run reads it.
             batch = self._next_batch(engine, stop)
             if (end := self._reason_to_stop(stop)) is not None:
                 break
@@ -290,7 +292,7 @@ class Trainer:
     def _next_batch(self, engine: Engine, stop: StopRequest) -> StepBatch | None:
         """Return this machine's part of the next batch, None at the end of the data. Takes the signals of all machines."""
         try:
-            batch, signals = self._batches.next(stop.signal_number)
+            batch, signals = self._batches.next(lambda: stop.signal_number)
         except DataError:
             # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
             self._report(leave=0)

@@ -13,9 +13,9 @@ from tests.support.processes import run_program
 from tests.support.toy import KEPT, PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.device import AcceleratorDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
-from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.planning.memory import GIB
+from torchround.planning.update_modes import BOUNDED, SYNC
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)

@@ -11,12 +11,12 @@ from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.tables import PlanTable
 from torchround.engine.store import host_memory
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.common import chunks
 from torchround.planning.plan_report import plan_for
+from torchround.planning.update_modes import ASYNC, SYNC
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, run_question

@@ -17,7 +17,7 @@ from tests.support.toy import watched
 from torchround.engine.board import Observer
 from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.errors import PipelineError
-from torchround.engine.store.bundles import ASYNC, BOUNDED
+from torchround.planning.update_modes import ASYNC, BOUNDED
 
 COMPUTE, WEIGHTS_UP, UP, DOWN, GRADIENTS_DOWN = Stream
 

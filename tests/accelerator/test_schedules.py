@@ -14,8 +14,8 @@ import torch
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.scheduled_run import Schedule, ShortRun, execute, reference, scheduled
 from tests.support.toy import BLOCKS, PARTITIONS
-from torchround.engine.store.bundles import ASYNC, BOUNDED
 from torchround.layer import KEEPABLE
+from torchround.planning.update_modes import ASYNC, BOUNDED
 
 SEEDS, ALL_SEEDS = 50, 500
 MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug")

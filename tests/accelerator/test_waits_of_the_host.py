@@ -8,8 +8,8 @@ import torch
 from tests.support.device_toy import device_engine
 from tests.support.scheduled_run import ShortRun
 from tests.support.toy import BLOCKS, PARTITIONS, toy_batches, toy_store, train
-from torchround.engine.store.bundles import ASYNC
 from torchround.layer import KEEPABLE
+from torchround.planning.update_modes import ASYNC
 
 RUNS = {
     "toy, bfloat16": ShortRun(dtype=torch.bfloat16, rounds=2, tied=True),

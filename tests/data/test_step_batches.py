@@ -102,17 +102,22 @@ def test_the_rounds_may_change_within_a_run(make_loader):
     assert whole_steps(run_agreeing(2, work)) == train(make, 1)[0]
 
 
-def test_the_flags_of_all_machines_come_with_each_step_and_with_the_end(make_loader):
+@pytest.mark.parametrize("flagged", [(1, 2), (0,), ()])
+def test_a_flag_of_any_machine_ends_the_steps_of_all_and_its_machine_reads_no_more(make_loader, flagged):
     def work(machine, gather):
-        batches, found, batch = StepBatches(make_loader(epochs=1, seq_len=4096), 2, 1, gather, machine, 3), [], True
-        while batch is not None:
-            batch, flags = batches.next({"signal": machine * len(found)})
-            found.append(flags)
-        return found
+        loader, steps = make_loader(epochs=1, seq_len=4096), []
+        batches = StepBatches(loader, 2, 1, gather, machine, 3)
+        flag = lambda: machine if machine in flagged and len(steps) == 2 else None
+        while (found := batches.next(flag))[0] is not None:
+            steps.append(loader.state_dict())
+        return len(steps), found[1], loader.state_dict() == steps[-1]
 
-    one, two, three = run_agreeing(3, work)
-    assert one == two == three and len(one) > 2
-    assert one == [[{"signal": machine * step} for machine in range(3)] for step in range(len(one))]
+    done = run_agreeing(3, work)
+    flags = [machine if machine in flagged else None for machine in range(3)]
+    if flagged:
+        assert done == [(2, flags, machine in flagged) for machine in range(3)]
+    else:
+        assert done[0][0] > 2 and {(steps, *found) for steps, found, _ in done} == {(done[0][0], *flags)}
 
 
 # What is refused, bad records, and sources that are too small.

@@ -11,9 +11,9 @@ from tests.support.race_checker import AccessLog, find_races
 from tests.support.reference import Reference
 from tests.support.toy import assert_same_state, linked, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.engine.worker.slots import Packing
 from torchround.planning.partition import Partition
+from torchround.planning.update_modes import ASYNC, BOUNDED, SYNC
 
 PARTITIONS = {
     "one stage": Partition((), 6, ()),

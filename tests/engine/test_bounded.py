@@ -12,9 +12,9 @@ from tests.support.reference import Reference
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.optim import SpikeBounds
+from torchround.planning.update_modes import BOUNDED, SYNC
 
 STEPS = 4
 

@@ -26,10 +26,11 @@ from torchround.config import EngineTable
 from torchround.engine.board import Board
 from torchround.engine.compiled import CompiledShape, LayerCompiler
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
-from torchround.engine.store.bundles import ASYNC, owner_of
+from torchround.engine.store.bundles import owner_of
 from torchround.layer import with_dropout_seeds
 from torchround.optim import HostOptimizer
 from torchround.planning.partition import Partition
+from torchround.planning.update_modes import ASYNC
 from torchround.run.engine_parts import layer_compiler
 
 pytestmark = pytest.mark.compiles

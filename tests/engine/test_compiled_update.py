@@ -10,9 +10,9 @@ from tests.support import toy
 from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
-from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.update import update_threads
 from torchround.optim.kernel import CompiledUpdate
+from torchround.planning.update_modes import BOUNDED, SYNC
 from torchround.run import engine_parts
 
 PARTITION = toy.PARTITIONS["forward coarser"]

@@ -1,5 +1,7 @@
 """`engine.compile = "auto"`: layers are compiled on accelerators that Inductor writes code for, and nowhere else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
@@ -12,12 +14,19 @@ from tests.support.small_run import small_runs
 from tests.support.toy import toy_model
 from torchround import accelerators
 from torchround.accelerators import AcceleratorKind
-from torchround.config import EngineTable, TrainingTable
+from torchround.commands.train_model import with_kept_choices
+from torchround.config import EngineTable, RunTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
+from torchround.planning.cards import find_device
+from torchround.planning.memory import GIB
+from torchround.planning.plan import Plan
+from torchround.planning.plan_report import missing_bytes, plan_for
 from torchround.run import engine_parts
-from torchround.run.numbers import RunNumbers, layer_works
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import RunNumbers, compiles_layers, layer_works, run_question
+from torchround.run.run_folder import RunFolder
 
 __all__ = ["small_runs"]  # the fixture
 pytestmark = pytest.mark.compiles
@@ -55,8 +64,37 @@ def test_a_plan_counts_the_gradients_of_a_compiled_layer_where_layers_are_compil
     gradients = 2 * sum(parameter.numel() for parameter in block.parameters())
     numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(compile=setting))
     for kind, compiled in (("cuda", setting in (True, "auto")), ("cpu", setting is True)):
-        counted = layer_works(model, numbers, kind, 64, 2)[1].workspace_bytes
+        counted = layer_works(model, numbers, kind, compiles_layers(numbers.engine, kind), 64, 2)[1].workspace_bytes
         assert counted - block.work(2, 64, 2, kind).workspace_bytes == compiled * gradients
+
+
+@pytest.mark.parametrize("setting", ["auto", True])
+def test_auto_leaves_layers_uncompiled_if_a_run_fits_only_then_and_its_plan_keeps_that(setting, caplog, tmp_path):
+    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug"))
+    numbers = RunNumbers(TrainingTable(dtype="bfloat16", seq_len=16), EngineTable(compile=setting))
+
+    def asked(device_bytes):
+        return run_question(model, numbers, Hardware("cuda", 1, device_bytes, spec=find_device("h100")))
+
+    compiled = asked(GIB)
+    needed, without = (
+        1 + missing_bytes(replace(each, device_bytes=1))[0] for each in (compiled, compiled.uncompiled())
+    )
+    assert (without < needed) == (setting == "auto") and not caplog.messages
+    for device_bytes, falls_back in ((needed, False), (needed - 1, True), (without, True), (without - 1, False)):
+        caplog.clear()
+        question = asked(device_bytes)
+        assert question.stays_uncompiled == len(caplog.messages) == (falls_back and setting == "auto")
+        assert all("layers run uncompiled" in message for message in caplog.messages)
+        if question.stays_uncompiled:
+            plan = Plan.from_json(plan_for(question).to_json())
+            assert plan.stays_uncompiled and plan.device_bytes <= device_bytes
+            folder = RunFolder(RunTable(folder=str(tmp_path)))
+            folder.path.mkdir(exist_ok=True)
+            (folder.path / "plan.json").write_text(plan.to_json())
+            assert with_kept_choices(compiled, None, folder).stays_uncompiled
+    assert "stays_uncompiled" not in plan_for(compiled).to_json()
+    assert engine_parts.layer_compiler(model, numbers.engine, "cuda", stays_uncompiled=True) is None
 
 
 @pytest.mark.parametrize(

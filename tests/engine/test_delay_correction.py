@@ -8,9 +8,9 @@ import torch
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import OptimizerTable
 from torchround.config.key_types import Beta, Pair
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
 from torchround.optim import Optimizer, make_optimizer
 from torchround.optim.rules.muon import OtherRateRule
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT
 
 PARTITION = PARTITIONS["backward coarser"]
 STEPS, LR = 6, 1e-2

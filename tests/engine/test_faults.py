@@ -11,9 +11,9 @@ from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_mod
 from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.device_worker import STAGE_JOB
+from torchround.planning.update_modes import ASYNC, SYNC
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy.toy_batches(3, micro_batches=4)

@@ -7,9 +7,10 @@ from tests.support.faults import Bomb, armed
 from tests.support.torch_loop import MAKERS, host_engine, moment_free, train
 from tests.support.toy import OPTIMIZER, assert_same_state, toy_batches, toy_model, toy_store
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.optim import NO_STATE, HostOptimizer
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
 # Faults and skipped steps.
 

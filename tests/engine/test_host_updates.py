@@ -12,8 +12,8 @@ from tests.support.reference import Reference
 from tests.support.torch_loop import MAKERS, host_engine, moment_free, train
 from tests.support.toy import assert_same_state, toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import HostOptimizer
+from torchround.planning.update_modes import ASYNC, SYNC
 
 STEPS = 4
 

@@ -19,8 +19,8 @@ from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engin
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, PipelineError
-from torchround.engine.store.bundles import ASYNC
 from torchround.engine.store.host_memory import HostPool
+from torchround.planning.update_modes import ASYNC
 
 __all__ = ["small_runs"]
 

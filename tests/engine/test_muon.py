@@ -20,10 +20,10 @@ from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.board import Observer
 from torchround.engine.device import Stream
 from torchround.engine.errors import PipelineError
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import make_optimizer
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.partition import SpanKind
+from torchround.planning.update_modes import ASYNC, SYNC
 from torchround.simulate.dispatch import dispatch_tasks
 
 LR = 1e-2

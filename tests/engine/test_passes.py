@@ -8,10 +8,10 @@ import torch
 from tests.support.faults import PART_LANDED, Bomb
 from tests.support.toy import PARTITIONS, WIDTH, toy_batches, toy_engine, toy_model
 from torchround.engine.passes import Pass
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.layer import MicroBatch
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.host_buffers import HostBatch
+from torchround.planning.update_modes import ASYNC, SYNC
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 STEPS = 4

@@ -11,9 +11,9 @@ from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_en
 from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.folders import UNFINISHED, checkpoint_name
 from torchround.engine.errors import PipelineError, Stopped
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.device_worker import STAGE_JOB
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
 PARTITION = PARTITIONS["backward coarser"]
 KINDS = {

@@ -11,8 +11,8 @@ from tests.support.reference import Reference
 from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.errors import EngineUsageError, PipelineError
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import LossScaling
+from torchround.planning.update_modes import ASYNC, SYNC
 
 LR = 1e-2
 PARTITION = toy.PARTITIONS["backward coarser"]

@@ -13,9 +13,9 @@ from torchround.config import TraceTable
 from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.tracing import StepTraces
 from torchround.optim import make_optimizer
+from torchround.planning.update_modes import ASYNC, SYNC
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)

@@ -19,7 +19,7 @@ from tests.support.toy import (
 )
 from torchround.engine.board import Board
 from torchround.engine.store import host_store
-from torchround.engine.store.bundles import ASYNC_PREDICT, BOUNDED, SYNC
+from torchround.planning.update_modes import ASYNC_PREDICT, BOUNDED, SYNC
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

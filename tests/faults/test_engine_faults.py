@@ -38,9 +38,9 @@ from torchround.engine.errors import EngineUsageError, FaultLocation, HangError,
 from torchround.engine.passes import KEPT as KEPT_ACTIVATIONS
 from torchround.engine.passes import LOSS
 from torchround.engine.store import host_store
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.layer import LayeredModel
 from torchround.optim.optimizer import make_optimizer
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
 __all__ = ["over", "planted"]
 

@@ -10,8 +10,8 @@ from tests.support.faults import Bomb, before, copied
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.toy import assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.errors import PipelineError
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import make_optimizer, update_pass
+from torchround.planning.update_modes import ASYNC, SYNC
 
 BATCHES = toy_batches(4, micro_batches=3)
 PARTITION = toy.PARTITIONS["one layer a stage"]

@@ -13,13 +13,13 @@ from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.store.bundles import ASYNC_PREDICT
 from torchround.engine.store.host_store import HostStore
 from torchround.generation import Sampling, TextEngine, generate, inference_store
 from torchround.generation.inference import cut_evenly
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.planning.partition import Partition
+from torchround.planning.update_modes import ASYNC_PREDICT
 
 OWN = list(toy_texts.OWN)
 MAX_TOKENS = 8

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.support.small_decoders import decoder
-from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.models import ModelConfigError, TransformerConfig
 from torchround.models.common import chunks
 from torchround.models.common.attention import Attention
@@ -21,6 +20,7 @@ from torchround.models.common.primitives import RMSNorm
 from torchround.models.common.rope import Rope
 from torchround.models.qwen3 import QK_NORM_NAMES, expert_names
 from torchround.planning.partition import Partition
+from torchround.planning.update_modes import BOUNDED, SYNC
 
 ADAPTERS = ("q_proj", "v_proj")
 CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the second has one alone

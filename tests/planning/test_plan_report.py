@@ -11,7 +11,7 @@ from tests.support.counted_rules import COMPACT_ADAMW, FULL
 from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.planning.cards import DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.planning.machine_report import GBIT_PER_S, machine_step_seconds, report_exchange, usable_bytes_per_s
+from torchround.planning.machine_report import machine_step_seconds, report_exchange, usable_bytes_per_s
 from torchround.planning.machine_shares import assign_owners, landing_bytes, step_share
 from torchround.planning.memory import GIB, STAGED_BYTES, gib_text
 from torchround.planning.partition import Partition, PlanError, split_evenly
@@ -285,7 +285,7 @@ def test_parts_of_each_size_have_a_share_of_places_and_two_of_four_or_more():
 def test_faster_networks_never_make_longer_steps():
     question = asked(3)
     plan = plan_for(question)
-    rates = [*map(usable_bytes_per_s, GBIT_PER_S), math.inf]
+    rates = [*map(usable_bytes_per_s, (10.0, 25.0, 100.0)), math.inf]
     steps = [machine_step_seconds(question, plan, rate) for rate in rates]
     assert sorted(steps, reverse=True) == steps and steps[-1] == pytest.approx(plan.step_s)
     assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES

@@ -13,8 +13,9 @@ from torchround.commands import export_hf
 from torchround.commands.configured_model import build_model, starting_weights
 from torchround.commands.manage_checkpoints import main as manage
 from torchround.config import parse_command_line
-from torchround.engine.store.bundles import POLICIES, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
+from torchround.planning.update_modes import MODES
 from torchround.run.checkpoints import RunCheckpoints
 from torchround.run.resume import given_folder
 from torchround.run.run_folder import RunFolder
@@ -70,7 +71,7 @@ def options_of(*overrides):
 
 def machine_store(options, group):
     model = build_model(options, BYTES_VOCABULARY)
-    policy = POLICIES[options.config.engine.update]
+    policy = MODES[options.config.engine.update]
     return HostStore(model, torch.float32, policy=policy, ownership=Ownership(group.rank, group.size))
 
 

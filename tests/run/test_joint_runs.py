@@ -18,10 +18,11 @@ from torchround.checkpoint import Checkpointer, MachineTeam, load_checkpoint
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.config import Config, RunTable
 from torchround.engine.exchange import share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import LaunchError
 from torchround.optim.optimizer import make_optimizer
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.run.checkpoints import RETRY_S, RunCheckpoints, RunPosition, save_with_patience
 from torchround.run.early_end import BadStepsError
 from torchround.run.run_folder import RunFolder

@@ -141,8 +141,8 @@ def test_mfu_is_model_flops_over_the_peak_of_all_devices():
     num_weights = 1_000_000
     counted = flops_per_token(model_of(LayerWork((Products(2.0 * num_weights * 512),))), 512, 2)
     assert counted == 6.0 * num_weights
-    assert mfu(1e6, counted, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
-    assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
+    assert mfu(1e6, counted, peak_flops_per_s=20e12) == pytest.approx(0.3)
+    assert mfu(1e6, 6e6, peak_flops_per_s=None) is None
     # A frozen weight costs four FLOPs per token.
     works = [LayerWork(), LayerWork((Products(2.0 * 1_000_000, 2.0 * 700_000),))]
     assert flops_per_token(model_of(*works), 1, 2) == 6.0 * 300_000 + 4.0 * 700_000

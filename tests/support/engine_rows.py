@@ -18,11 +18,12 @@ from tests.support.toy import BLOCKS, MAX_NORM, PARTITIONS, linked, toy_batches,
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.exchange import share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.layer import LayeredModel, with_dropout_seeds
 from torchround.optim import NO_STATE, HostOptimizer, LossScaling, SpikeBounds, make_optimizer
 from torchround.planning.machine_shares import step_share
 from torchround.planning.partition import Partition
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
 # The first value of an axis is the default, which the table writes as a dot.
 AXES = {

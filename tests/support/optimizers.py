@@ -3,7 +3,7 @@
 from tests.support.toy import OPTIMIZER
 from torchround.config import AdamWTable
 from torchround.config.optimizer_tables import MuonTable
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
 _ADAMW = {"lr": OPTIMIZER.lr, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "weight_decay": 0.1}
 OPTIMIZERS = {

@@ -16,10 +16,11 @@ from tests.support.reference import Reference
 from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
 from torchround.engine.board import Watchdog
 from torchround.engine.device import AcceleratorDevice, Device, Stream
-from torchround.engine.store.bundles import OLDER_WEIGHTS, SYNC, UpdatePolicy
+from torchround.engine.store.bundles import OLDER_WEIGHTS
 from torchround.engine.store.host_memory import HostPool
 from torchround.models import FAMILIES
 from torchround.optim import make_optimizer
+from torchround.planning.update_modes import SYNC, UpdateMode
 
 LR = 1e-2
 
@@ -83,7 +84,7 @@ class ShortRun:
     partition: str = "forward coarser"
     workers: int = 1
     devices: int = 1
-    policy: UpdatePolicy = SYNC
+    policy: UpdateMode = SYNC
     tied: bool = False
     dtype: torch.dtype = torch.float32
     steps: int = 2

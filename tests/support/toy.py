@@ -11,11 +11,11 @@ from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.keeping import keep
 from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch, aligned
 from torchround.planning.partition import Partition
+from torchround.planning.update_modes import BOUNDED, SYNC
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5
 # eps is well above the rounding of a gradient, see `rounding.py`: weights can be compared between computations that

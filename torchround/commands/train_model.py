@@ -131,7 +131,7 @@ def build(
     question = question_of(config, model, hardware, mapped, planned)
     question = with_kept_choices(question, config, folder)
     plan = plan_with_advice(question)
-    if question.update == "bounded":
+    if question.mode.updates_by_layer:
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, batches = build_loaders(options, tokenizer)
     if config.training.steps is None:
@@ -207,7 +207,7 @@ def dry_run(options: Options) -> int:
 
 
 def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:
-    """Fix the rounds and the stale layers at a run's first start. Losses depend on them, so they are not planned again.
+    """Fix the rounds, the stale layers and uncompiled layers at a run's first start: losses depend on them.
 
     Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
     """
@@ -216,11 +216,13 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
         # The first start ended before its first checkpoint, and its settings may have been edited since.
         same = kept.update == question.update and kept.partition.num_layers == len(question.costs().layers)
         kept = kept if same else None
-    if question.update == "bounded":
+    if question.mode.updates_by_layer:
         stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)
         if stale_layers is None and kept is not None:
             stale_layers = kept.stale_layers
         question = replace(question, stale_layers=stale_layers)
+    if kept is not None and kept.stays_uncompiled:
+        question = question.uncompiled()
     if kept is None or question.rounds != "auto" or question.given is not None:
         return question
     # The batch may be smaller now, and a round has at least one micro-batch.

@@ -18,6 +18,7 @@ from torchround.config.key_types import (
     Table,
 )
 from torchround.config.optimizer_tables import AdamWTable, ChosenOptimizer
+from torchround.planning.update_modes import ModeName
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 ProjectName = Annotated[str, Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$")]
@@ -419,7 +420,7 @@ class EngineTable(Table):
     host_memory_gib: PositiveFloat | None = None
     """Host memory that the run may use in all, in GiB, virtual devices included. Default: 95 % of what is free."""
 
-    update: Literal["sync", "async", "bounded"] = "sync"
+    update: ModeName = "sync"
     """Age of the weights that step t computes with (docs/staleness.md). `sync`: after t updates. `async`: after t - 1, so that
     steps overlap. `bounded`: after t - 1 in the forward of the first `stale_layers` layers, otherwise after t; it needs
     `training.clip = "layer"` or `training.max_norm = 0`, one round, another dtype than float16 and another optimizer than Muon.

@@ -13,6 +13,7 @@ from torchround.config.errors import ConfigError, nearest, show
 from torchround.config.key_types import Table
 from torchround.config.optimizer_tables import optimizer_tables, table_for
 from torchround.config.tables import Config, PlanTable, ShapeTable, SourceTable
+from torchround.planning.update_modes import mode_of, modes_where
 
 logger = logging.getLogger(__name__)
 
@@ -207,20 +208,22 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
 
 def _update_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     engine, training, optimizer = config.engine, config.training, config.optimizer
+    mode = mode_of(engine.update)
     plan = engine.plan if isinstance(engine.plan, PlanTable) else None
     for key, rounds in (("engine.rounds", engine.rounds), ("engine.plan", plan and plan.rounds)):
         if isinstance(rounds, int) and rounds > config.num_micro_batches:
             legal = f"1 to {config.num_micro_batches} rounds, the micro-batches of a step"
             yield f"{key} training.global_batch_size training.micro_batch_size", legal
-        if isinstance(rounds, int) and rounds > 1 and engine.update == "bounded":
+        if isinstance(rounds, int) and rounds > 1 and mode.updates_by_layer:
             yield f"{key} engine.update", "1 round, because the first gradients would wait for the last round"
-    if engine.delay_correction == "predict" and engine.update != "async":
-        legal = '"auto" or "none", or update = "async", which has the delay'
+    if engine.delay_correction == "predict" and not mode.can_predict:
+        delayed = modes_where(lambda mode: mode.can_predict)
+        legal = f'"auto" or "none", or update = {delayed}, which has the delay'
         yield "engine.delay_correction engine.update", legal
     elif engine.delay_correction == "predict" and not optimizer.can_predict:
         legal = '"auto" or "none", because the state of this optimizer does not tell its next step'
         yield "engine.delay_correction optimizer.name", legal
-    if engine.update != "bounded":
+    if not mode.updates_by_layer:
         return
     if training.dtype == "float16":
         yield "engine.update training.dtype", '"bfloat16" or "float32": overflows of float16 skip whole steps'
@@ -228,5 +231,8 @@ def _update_conflicts(config: Config) -> Iterator[tuple[str, str]]:
         legal = 'training.clip = "layer", or training.max_norm = 0'
         yield "engine.update training.clip training.max_norm", legal
     if not optimizer.updates_by_layer:
-        legal = '"sync" or "async": updates of this optimizer need the devices, which would wait for each gradient'
-        yield "engine.update optimizer.name", legal
+        legal = "updates of this optimizer need the devices, which would wait for each gradient"
+        yield (
+            "engine.update optimizer.name",
+            f"{modes_where(lambda mode: not mode.updates_by_layer)}: {legal}",
+        )

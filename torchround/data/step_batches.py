@@ -1,7 +1,7 @@
 """The batches of a run as one machine trains on them: its own micro-batches, and the counts of the whole step.
 
 Every machine reads and cuts the step's whole batch in the same way, and keeps the micro-batches of its share. Once a
-step, the machines exchange an error in the data, a digest of the batch, and the flags of the caller. So all of them train
+step, the machines exchange an error in the data, a digest of the batch, and a flag of the caller. So all of them train
 on the same step, or all stop before the same step.
 """
 
@@ -70,35 +70,38 @@ class StepBatches:
         self._names = names or [f"machine {rank}" for rank in range(num_machines)]
         self._reading = reading
 
-    def next(self, flags: JSON = None) -> tuple[StepBatch | None, list[JSON]]:
+    def next(self, flag: Callable[[], JSON] = lambda: None) -> tuple[StepBatch | None, list[JSON]]:
         """Return the next step's batch, None at the end of the data, and the flags of all machines in rank order.
 
-        Raises `DataError` on all machines if one of them meets an error in the data; the steps before it are the same
-        on all. One machine's own error is raised as it is.
+        There is no batch either once a machine's `flag` is not None. A machine whose flag is set before it reads does not
+        read. Raises `DataError` on all machines if one of them meets an error in the data; the steps before it are the
+        same on all. One machine's own error is raised as it is.
         """
         error: DataError | None = None
         batch: MicroBatch | None = None
         try:
-            with self._reading():
-                batch = next(self._loader, None)
+            if flag() is None:
+                with self._reading():
+                    batch = next(self._loader, None)
         except DataError as caught:
             if self._agree is None:
                 raise
             error = caught
-        all_flags = [flags]
+        flags = [flag()]
         if self._agree is not None:
             # The digest tells the end of the data from every batch.
             digest = None if batch is None else [len(batch.tokens), zlib.crc32(batch.tokens.numpy().data)]
-            found = self._agree({"error": error and str(error), "digest": digest, "flags": flags})
+            found = self._agree({"error": error and str(error), "digest": digest, "flag": flags[0]})
             raise_agreed([each["error"] for each in found], self._names)
-            self._require_the_same([each["digest"] for each in found])
-            all_flags = [each["flags"] for each in found]
-        if batch is None:
-            return None, all_flags
+            flags = [each["flag"] for each in found]
+            if not any(each is not None for each in flags):
+                self._require_the_same([each["digest"] for each in found])
+        if batch is None or any(each is not None for each in flags):
+            return None, flags
         parts = cut(batch, self._micro_batch_size)
         share = step_share(len(parts), self._rounds, self._machine, self._num_machines)
         own = tuple(parts[number] for number in share.micro_batches)
-        return StepBatch(own, share, batch.num_labels(), self._loader.num_tokens(batch)), all_flags
+        return StepBatch(own, share, batch.num_labels(), self._loader.num_tokens(batch)), flags
 
     def _require_the_same(self, digests: Sequence[JSON]) -> None:
         for name, digest in zip(self._names, digests, strict=True):

@@ -8,10 +8,8 @@ Where to look (`docs/engine.md` explains it):
 - Where a hang is noticed and reported: `Watchdog` in `board.py`, by the caller's thread while it waits. The call in progress
   raises its `HangError` (`errors.py`).
 - What a fault does: `board.py` keeps the first one and stops all waits, `Engine._stop` (`engine.py`) ends the threads.
-- What a new mode changes, in the engine: its policy (`store/bundles.py`), its place in `program.py`, what its tasks do (`update.py`)
-  and what it cannot do (`settings.py`). `passes.py` and `worker/device_worker.py` ask which version a stage reads, `host_store.py` what
-  a checkpoint of it holds. Outside: its name and its conflicts (`config/tables.py`, `config/validate.py`), `run/engine_parts.py`, and
-  what plans know of it: search `planning/` for the name of a mode, which is its key there (`stage_times.py` has most).
+- What a new update mode changes: `planning/update_modes.py` is the one table of modes, for config, planner, simulation and engine.
+  A mode of its facts is an entry there. What another fact changes here: `program.py` (the order of tasks), `update.py` (what they do).
 - What a device does: `worker/device_worker.py` runs the stages, `worker/transfers.py` moves what they need, `device.py` has the
   streams. The optimizer's work is in `update.py`, saves in `saver.py`, other machines in `exchange.py`.
 - What a caller gets back: `StepResult` (`passes.py`) and its figures (`reports.py`).

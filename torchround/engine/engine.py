@@ -32,7 +32,7 @@ from torchround.engine.program import Program
 from torchround.engine.reports import UpdateReport
 from torchround.engine.saver import Save
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED, Bundle, Ownership
+from torchround.engine.store.bundles import Bundle, Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Task, Worker
@@ -290,7 +290,7 @@ class Engine:
             self.close()
             return
         # After a stop no gradient comes, so an update layer by layer would end between two versions.
-        if self.store.policy is BOUNDED and issubclass(kind, Exception):
+        if self.store.policy.updates_by_layer and issubclass(kind, Exception):
             with suppress(EngineError):  # the caller gets its own exception
                 self.drain()
         self._stop()

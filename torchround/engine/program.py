@@ -34,7 +34,7 @@ from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import DeviceJob, Pass, StageJob
-from torchround.engine.store.bundles import BOUNDED, Bundle
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import (
     DECISION,
@@ -86,7 +86,7 @@ class Program:
         self._queues = queues
         self._num_devices = len(queues)
         self._accumulates = accumulates
-        self._is_bounded = store.policy is BOUNDED
+        self._is_bounded = store.policy.updates_by_layer
         self._directed = directed_bundles(store)
         names = {b.index: b.name for b in store.trained}
         versions = range(store.policy.versions)

@@ -8,7 +8,6 @@ import torch
 
 from torchround.config import OptimizerTable
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
 from torchround.optim import HostOptimizer
@@ -54,28 +53,28 @@ class EngineSettings:
             yield f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
         if not store.is_consistent:
             yield "the host store mixes two weight versions; load a checkpoint into it first"
-        is_bounded, several = store.policy is BOUNDED, store.ownership.num_machines > 1
-        most = sum(partition.forward) if is_bounded else 0  # the layers before the fused stage
+        mode, several = store.policy, store.ownership.num_machines > 1
+        most = sum(partition.forward) if mode.updates_by_layer else 0  # the layers before the fused stage
         if not 0 <= self.stale_layers <= most:
-            yield f"stale_layers is {self.stale_layers}; legal here under {store.policy.name}: 0 to {most}"
+            yield f"stale_layers is {self.stale_layers}; legal here under {mode.name}: 0 to {most}"
         if several and self.stale_layers < store.stale_layers:
             # Each machine could renew only its own.
             yield f"the device weights of {store.stale_layers} layers are one version old; use as many stale_layers"
         if any(self.kept[: self.stale_layers]):
             yield "layers below stale_layers keep nothing: their backward reads newer weights than their forward"
-        if is_bounded and self.max_norm > 0 and self.clip == "global":
-            yield 'bounded updates do not wait for the global norm; use clip = "layer", or max_norm 0'
-        if is_bounded and store.dtype == torch.float16:
-            yield "bounded updates need bfloat16 or float32: float16 skips whole steps, which it knows too late"
+        if mode.updates_by_layer and self.max_norm > 0 and self.clip == "global":
+            yield f'{mode.name} updates do not wait for the global norm; use clip = "layer", or max_norm 0'
+        if mode.updates_by_layer and store.dtype == torch.float16:
+            yield f"{mode.name} updates need bfloat16 or float32: float16 skips whole steps, which it knows too late"
         if isinstance(optimizer, HostOptimizer):
-            if is_bounded or several or store.policy.predicts or store.splits_weights:
+            if mode.updates_by_layer or several or mode.predicts or store.splits_weights:
                 yield (
                     "a HostOptimizer steps all fp32 weights at once: not with bounded updates, predicted device weights, "
                     "several machines or split weights (make the host store with optimizer=NO_STATE)"
                 )
             return
-        if is_bounded and not optimizer.updates_by_layer:
+        if mode.updates_by_layer and not optimizer.updates_by_layer:
             # The devices would wait for each gradient before the next forward.
-            yield f"bounded updates begin before a step's last gradient, {optimizer.name}'s after it; use sync or async"
-        if store.policy.predicts and not optimizer.can_predict:
+            yield f"{mode.name} updates begin before a step's last gradient, {optimizer.name}'s after it; use another mode"
+        if mode.predicts and not optimizer.can_predict:
             yield f"{optimizer.name} has no state that predicts the next step; use async without prediction"

@@ -23,7 +23,7 @@ from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import Pass
 from torchround.engine.reports import Span, UpdateReport
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED, Bundle
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Worker
@@ -179,7 +179,7 @@ class Updater(Worker):
         report = decision.report
         report.directions = tuple(buffer.content for buffer in directions)
         report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
-        norm = 0.0 if self._store.policy is BOUNDED else self._take_norm(decision)
+        norm = 0.0 if self._store.policy.updates_by_layer else self._take_norm(decision)
         report.fault = self._fault(norm, report.loss_scale)
         report.skipped = bool(report.fault) or not math.isfinite(norm)
         if report.skipped or self._host_optimizer is None:  # whose own step begins the update
@@ -217,7 +217,7 @@ class Updater(Worker):
             raise
 
     def _begin_update(self, decision: Decision) -> None:
-        is_bounded = self._store.policy is BOUNDED
+        is_bounded = self._store.policy.updates_by_layer
         if decision.applies or not is_bounded:
             self._mark()
         if not is_bounded:  # After a stop it could not be completed: gradients would be missing.
@@ -286,7 +286,7 @@ class Updater(Worker):
     def finish(self, decision: Decision) -> None:
         """Declare the store whole after a step, and report."""
         store, step, report = self._store, decision.step, decision.report
-        if store.policy is BOUNDED:
+        if store.policy.updates_by_layer:
             self._take_norm(decision)
             if decision.applies:
                 squares = ((bundle.name, self._squares[bundle.index]) for bundle in reversed(store.trained))
@@ -294,7 +294,8 @@ class Updater(Worker):
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)
-        store.loss_scaling.record(step, store.policy is not BOUNDED and not math.isfinite(report.grad_norm))
+        overflows = not (store.policy.updates_by_layer or math.isfinite(report.grad_norm))
+        store.loss_scaling.record(step, overflows)
         # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
             self._board.fail(self._overcome)

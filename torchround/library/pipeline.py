@@ -21,7 +21,6 @@ from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.update import trained_weights
 from torchround.layer import aligned
@@ -36,6 +35,7 @@ from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import Partition
 from torchround.planning.planner import InfeasiblePlanError, make_plan
+from torchround.planning.update_modes import mode_of
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import parameter_counts
 
@@ -90,7 +90,7 @@ class Pipeline:
         self._optimizer = choice = _choose_optimizer(optimizer, wrapped.stored, settings)
         self._host = choice if isinstance(choice, HostOptimizer) else None
         predicts = not isinstance(choice, HostOptimizer) and choice.can_predict
-        self._policy = {"sync": SYNC, "async": ASYNC_PREDICT if predicts else ASYNC}[update]
+        self._policy = mode_of(update).with_prediction(predicts)
         self.store = HostStore(
             wrapped.model,
             wrapped.store_dtype,
@@ -142,7 +142,7 @@ class Pipeline:
         numbers = {"seed": self._seed, "call": INFERENCE + self._forwards}
         batches = cut(inputs, None, num_micro_batches, None, is_training=False, **numbers)
         engine = self._engine_for(batches)
-        with nullcontext() if self._policy is SYNC else engine.true_device_weights():
+        with nullcontext() if self._policy.has_flush else engine.true_device_weights():
             outputs = engine.forward(batches).outputs()
         self._forwards += 1
         return joined(outputs, [batch.samples for batch in batches])

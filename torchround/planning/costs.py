@@ -284,7 +284,6 @@ class ParameterCounts:
 
     @property
     def by_rule(self) -> tuple[int, ...]:
-        """Return the trained parameters by update rule."""
         return tuple(map(sum, zip(*(bundle.by_rule for bundle in self.bundles), strict=True)))
 
     @property

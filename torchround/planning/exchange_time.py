@@ -9,6 +9,7 @@ Each machine has one link out and one link in. A link carries its messages one a
 are ready. A message has arrived once it has passed its sender's and its receiver's link. Latency is not counted.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from torchround.planning.partition import Partition
 from torchround.planning.stage_times import StageTimes, completing_stage
 from torchround.planning.step_time import run_slots
 
-# Steps of `async` before its step time is taken, as delays settle within a few steps. The mean is taken over this many
+# Steps without a flush before their step time is taken, as delays settle within a few steps. The mean is taken over this many
 # steps for each device, because steps can repeat with a period of as many steps as there are devices. Messages can
 # overtake each other, so a step is not linear in the (max, +) algebra, and a matrix does not tell its steady state.
 WARM_UP_STEPS, STEPS_PER_DEVICE = 24, 4
@@ -114,21 +115,26 @@ def exchange_step_seconds(
     `round_sizes` are the micro-batches of each round of the machine with the largest share, which the others wait
     for. `stale_layers` is the number in `bounded`.
     """
-    if times.update == "bounded":
+    if times.mode.updates_by_layer:
         return _bounded_step_seconds(times, round_sizes, num_devices, exchange, stale_layers)
-    is_sync, links, partition = times.update == "sync", _Links(exchange), times.partition
-    # Nothing is on its way between two steps of `sync`, so each one is like the first.
-    warm_up, measured = (0, 1) if is_sync else (WARM_UP_STEPS, STEPS_PER_DEVICE * num_devices)
+    has_flush, links, partition = times.mode.has_flush, _Links(exchange), times.partition
+    # Nothing is on its way at a flush, so each step is like the first.
+    warm_up, measured = (0, 1) if has_flush else (WARM_UP_STEPS, STEPS_PER_DEVICE * num_devices)
     free, complete, updated_s = [0.0] * num_devices, [0.0], 0.0
-    arrived, weights = [0.0] * len(links.owned), _new_weights(links, 0.0) if is_sync else []
+    weights = _new_weights(links, 0.0) if has_flush else []
+    # The arrivals of the versions that are there or on their way, oldest first.
+    older = max(1, times.mode.versions - 1)
+    arrived = deque([[0.0] * len(links.owned)] * older, maxlen=older)
     for _ in range(warm_up + measured):
-        if is_sync:
-            arrived, weights = links.carry(weights), []
-        # Step t of `async` reads what step t - 2 has made. The weights of step t - 1 travel beside its gradients.
-        ends = run_slots(times, round_sizes, free, _weights_ready(links, partition, arrived))
+        if has_flush:
+            arrived.append(links.carry(weights))
+            weights = []
+        # With V > 1 versions, step t reads what step t - V has made. The weights of step t - 1 travel beside its gradients.
+        ends = run_slots(times, round_sizes, free, _weights_ready(links, partition, arrived[0]))
         arrivals = links.carry([*weights, *_gradients(links, partition, ends)])
         complete.append(max([*ends, *arrivals[len(weights) :]]))
-        arrived = arrivals[: len(weights)] or arrived
+        if weights:
+            arrived.append(arrivals[: len(weights)])
         weights = _new_weights(links, max(complete[-1], updated_s))
         updated_s = max((message.ready_s for message in weights), default=0.0)
     return (complete[-1] - complete[-1 - measured]) / measured

@@ -25,6 +25,7 @@ from torchround.planning.partition import (
     evaluation_stages,
     split_evenly,
 )
+from torchround.planning.update_modes import mode_of
 
 PAGE_BYTES = 4096  # a buffer of the pool starts and ends at a page
 LOSS_BYTES = 4  # the loss of a micro-batch
@@ -250,9 +251,9 @@ class HostBatch:
         self, partition: Partition, rounds: int, update: str, stale_layers: int
     ) -> list[tuple[HeldPass, HeldPass]]:
         """List the pairs of consecutive passes that a run has: steps, and validations if there are any."""
-        # In `bounded` a stage waits for its own layers alone, and the first one for all if no layer is stale. Otherwise
-        # all stages are counted as if they could run beside the previous pass: its orders are among those of `async`.
-        overlaps = update == "async" or (update == "bounded" and stale_layers > 0)
+        # With updates by layer, a stage waits for its own layers alone, and the first one for all if no layer is stale.
+        # Otherwise all stages are counted as if they could run beside the previous pass, as with two versions.
+        overlaps = mode_of(update).overlaps(stale_layers)
         parts = split_evenly(len(self.sizes), rounds)
         in_rounds = tuple(tuple(self.sizes[index] for index in part) for part in parts)
         evaluated = evaluation_stages(partition)

@@ -6,11 +6,7 @@ A plan takes the exchange as hidden. This module simulates it beside the plan's 
 import math
 from dataclasses import dataclass, replace
 
-from torchround.planning.exchange_time import (
-    Exchange,
-    ExchangedBundle,
-    exchange_step_seconds,
-)
+from torchround.planning.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
 from torchround.planning.machine_shares import step_share
 from torchround.planning.partition import split_evenly
 from torchround.planning.plan import Plan
@@ -20,8 +16,8 @@ from torchround.planning.stage_times import LayerSums
 
 # Share of a network's line rate that carries data.
 USABLE_RATE = 0.9
-# Line rates in Gb/s and numbers of machines that a report shows.
-GBIT_PER_S, MACHINE_COUNTS = (10.0, 25.0, 100.0), (1, 2, 4, 8, 16)
+# Numbers of machines that are tried for a run that does not fit.
+MACHINE_COUNTS = (1, 2, 4, 8, 16)
 
 
 def usable_bytes_per_s(gbit_per_s: float) -> float:
@@ -87,7 +83,7 @@ def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) 
 
 
 def fewest_machines(question: RunQuestion) -> int | None:
-    """Return the fewest machines, of the numbers in the table, on which a run fits that does not; None if none do.
+    """Return the fewest machines, of `MACHINE_COUNTS`, on which a run fits that does not; None if none do.
 
     More machines share the state in host memory. They do not help devices that are too small.
     """

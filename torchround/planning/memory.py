@@ -14,6 +14,7 @@ from torchround.planning.host_buffers import HostBatch, restarted_layers
 from torchround.planning.machine_shares import assign_owners, landing_bytes
 from torchround.planning.partition import Partition, Stage, StageKind, evaluation_stages
 from torchround.planning.update_costs import UpdateCosts
+from torchround.planning.update_modes import mode_of
 
 GIB = 2**30
 MIB = 2**20
@@ -282,11 +283,11 @@ def host_state(
 ) -> HostMemory:
     """Count weights, gradients and optimizer state of the machine that owns most.
 
-    Each machine holds all weights of the devices, in `async` two versions, and `updates` says what the optimizer keeps of
+    Each machine holds all versions of the device weights, and `updates` says what the optimizer keeps of
     the bundles that it owns. `gradient_bytes` is the size of an element as it leaves a device. Sums over rounds, tied
     layers or machines are kept in float32.
     """
-    bundles, versions = parameters.bundles, 2 if update == "async" else 1
+    bundles, versions = parameters.bundles, mode_of(update).versions
     sizes = [bundle.numel for bundle in bundles]
     largest, owners = max(sizes, default=0), assign_owners(sizes, num_machines)
 

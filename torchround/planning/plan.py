@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from torchround.planning.memory import size_text
 from torchround.planning.partition import KeptNames, Partition, PlanError
+from torchround.planning.update_modes import mode_of
 from torchround.untrusted.strict_json import parse_json
 
 # Figures of a plan's file are below this, so that sums of them stay finite.
@@ -52,6 +53,7 @@ class Plan:
     - `stale_layers`: in `bounded`, the first layers, whose weights the forward reads one version older.
     - `kept`: for each layer the parts whose results its forward stage keeps on the host for its backward stage;
       empty if no layer keeps any.
+    - `stays_uncompiled`: as in `RunQuestion`. Losses depend on it, so a resumed run keeps it.
     """
 
     partition: Partition
@@ -66,12 +68,14 @@ class Plan:
     stages: tuple[PlannedStage, ...] = ()
     stale_layers: Count = 0
     kept: KeptNames = ()
+    stays_uncompiled: bool = False
 
     def to_json(self) -> str:
         """Write what `engine.plan` takes, then the predicted figures."""
         data = asdict(self)
-        partition = data.pop("partition")
-        return json.dumps({**partition, **data}, indent=2)
+        partition, stays_uncompiled = data.pop("partition"), data.pop("stays_uncompiled")
+        more = {"stays_uncompiled": True} if stays_uncompiled else {}
+        return json.dumps({**partition, **data, **more}, indent=2)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
@@ -79,6 +83,7 @@ class Plan:
         data = _table(text)
         partition = {key: data[key] for key in PARTITION_KEYS if key in data}
         plan = _read(Plan, {"rounds": 1, **data, "partition": partition})
+        mode_of(plan.update)
         return replace(plan, kept=kept_before(plan.partition, plan.kept))
 
     def __str__(self) -> str:
@@ -116,7 +121,9 @@ class Plan:
         compute_bytes = max((stage.compute_bytes for stage in self.stages), default=0)
         buffers = f", {size_text(self.device_bytes - compute_bytes)} of it buffers" if compute_bytes else ""
         count = self.stale_layers
-        stale = f" with {count} stale layer{'s' * (count != 1)}" if self.update == "bounded" else ""
+        stale = (
+            f" with {count} stale layer{'s' * (count != 1)}" if mode_of(self.update).updates_by_layer else ""
+        )
         return (
             f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
             f"{self.update}{stale}: {speed}; {size_text(self.device_bytes)} per device{buffers}"

@@ -17,6 +17,7 @@ from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, leas
 from torchround.planning.planning_problem import Candidate, PlanningProblem
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.stage_times import KeptLink, LayerSums
+from torchround.planning.update_modes import SYNC
 
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
@@ -67,8 +68,10 @@ def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
     limits, stale_layers = question.limits(), question.stale_layers
     if question.given is not None:
         partition, rounds = question.given
-        return evaluate_plan(partition, rounds, *run, limits, stale_layers, question.keep_rule())
-    return make_plan(*run, question.rounds, limits, stale_layers=stale_layers, keep=question.keep_rule())
+        plan = evaluate_plan(partition, rounds, *run, limits, stale_layers, question.keep_rule())
+    else:
+        plan = make_plan(*run, question.rounds, limits, stale_layers=stale_layers, keep=question.keep_rule())
+    return replace(plan, stays_uncompiled=question.stays_uncompiled)
 
 
 def host_memory(question: RunQuestion, plan: Plan) -> HostMemory:
@@ -161,9 +164,8 @@ def missing_bytes(question: RunQuestion) -> tuple[int, int]:
     """Return what the plan of least memory lacks of each device, and of the host; 0 if it fits there."""
     limits, costs = question.limits(), question.costs()
     costs = costs.keeping(question.keep_rule().fixed(costs))
-    stale_layers = question.stale_layers if question.update == "bounded" else 0
     run = costs, question.num_devices, question.num_micro_batches, question.update
-    problem = PlanningProblem(*run, limits, stale_layers)
+    problem = PlanningProblem(*run, limits, question.stale_layers)
     rounds = question.fixed_rounds
     choices = (1, question.num_micro_batches) if rounds is None else (rounds,)
     least = Candidate(*question.given) if question.given else least_candidate(problem, choices)
@@ -221,7 +223,7 @@ def _together(question: RunQuestion) -> Iterator[str]:
 
 
 def _missing_share(question: RunQuestion) -> float:
-    """Return the missing memory of a device and of the host, each as a share of what is allowed."""
+    """Add up the missing memory of a device and of the host, each as a share of what is allowed."""
     limits = question.device_bytes, question.host_bytes
     return sum(
         missing / limit for missing, limit in zip(missing_bytes(question), limits, strict=True) if limit
@@ -243,8 +245,7 @@ def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
     if question.micro_batch_size > 1:
         yield less("training.micro_batch_size", _halves(question.micro_batch_size, 1))
     rounds, most = question.fixed_rounds, question.num_micro_batches
-    # Steps of `bounded` have one round.
-    if rounds is not None and rounds < most and question.update != "bounded":
+    if rounds is not None and rounds < most and not question.mode.updates_by_layer:
         yield less("engine.rounds", sorted({min(rounds << n, most) for n in range(1, most.bit_length() + 1)}))
     if question.accumulate_bytes > 2:
         yield 'engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)
@@ -252,8 +253,8 @@ def _changes(question: RunQuestion) -> Iterator[tuple[str, RunQuestion]]:
         changed = replace(question, updates=updates)
         if changed.state().state_bytes < question.state().state_bytes:
             yield setting, changed
-    if question.update != "sync":
-        yield 'engine.update = "sync"', replace(question, update="sync")
+    if question.mode != SYNC:
+        yield f'engine.update = "{SYNC.name}"', replace(question, update=SYNC.name)
     # Each round of each machine has a micro-batch.
     least = (rounds or 1) * question.micro_batch_size * question.machines.count
     if question.global_batch_size > least:

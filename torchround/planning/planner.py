@@ -7,12 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from torchround.planning.choices import (
-    fewest_stale_layers,
-    find_stale_plan,
-    keep_activations,
-    keep_on,
-)
+from torchround.planning.choices import fewest_stale_layers, find_stale_plan, keep_activations, keep_on
 from torchround.planning.costs import Costs
 from torchround.planning.keep_rule import KeepRule
 from torchround.planning.memory import (
@@ -33,8 +28,7 @@ from torchround.planning.search import (
     find_plan,
     num_partitions,
 )
-
-UPDATES = ("sync", "async", "bounded")
+from torchround.planning.update_modes import SYNC, mode_of
 
 
 class InfeasiblePlanError(ValueError):
@@ -49,7 +43,7 @@ def make_plan(
     costs: Costs,
     num_devices: int,
     num_micro_batches: int,
-    update: str = "sync",
+    update: str = SYNC.name,
     rounds: int | str = "auto",
     limits: MemoryLimits | None = None,
     as_fast: float = AS_FAST,
@@ -74,7 +68,7 @@ def make_plan(
     if found is None:
         # The search is not exhaustive.
         if problem.stale_layers is None:
-            problem = problem.with_stale_layers(0)
+            problem = problem.changed(stale_layers=0)
         least = least_candidate(problem, choices)
         if not problem.fits_limits(least):
             raise why_infeasible(problem, choices)
@@ -90,7 +84,7 @@ def evaluate_plan(
     costs: Costs,
     num_devices: int,
     num_micro_batches: int,
-    update: str = "sync",
+    update: str = SYNC.name,
     limits: MemoryLimits | None = None,
     stale_layers: int | None = None,
     keep: KeepRule | None = None,
@@ -102,7 +96,7 @@ def evaluate_plan(
         raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
     candidate = Candidate(partition, rounds)
     if problem.stale_layers is None:
-        problem = problem.with_stale_layers(fewest_stale_layers(problem, candidate))
+        problem = problem.changed(stale_layers=fewest_stale_layers(problem, candidate))
     if not problem.fits_limits(candidate):
         raise why_infeasible(problem, choices, partition)
     if keep is not None and keep.is_open:
@@ -123,11 +117,7 @@ def _problem(
         raise PlanError(
             f"{num_devices} devices and {num_micro_batches} micro-batches must both be at least 1"
         )
-    if update not in UPDATES:
-        raise PlanError(f"update = {update!r} must be one of {UPDATES}")
-    if update != "bounded":
-        stale_layers = 0
-    elif stale_layers is not None and not 0 <= stale_layers < costs.num_layers:
+    if mode_of(update).updates_by_layer and not 0 <= (stale_layers or 0) < costs.num_layers:
         raise PlanError(
             f"engine.stale_layers = {stale_layers}; legal: 0 to {costs.num_layers - 1}, the layers before the last"
         )
@@ -145,22 +135,18 @@ def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, .
     Few rounds keep uploads rare. A number near the devices lets whole rounds run beside each other. Steps of `bounded`
     have one round: with more, the first gradients of a step would wait for the last.
     """
-    num_layers, num_micro_batches, num_devices = (
-        problem.num_layers,
-        problem.num_micro_batches,
-        problem.num_devices,
-    )
-    if problem.update == "bounded":
+    num_micro_batches, num_devices = problem.num_micro_batches, problem.num_devices
+    if problem.mode.updates_by_layer:
         if rounds not in ("auto", 1):
             raise PlanError(
-                f'rounds = {rounds!r} with update = "bounded" must be 1 or "auto": the first gradients would wait for the last'
+                f'rounds = {rounds!r} with update = "{problem.mode.name}" must be 1 or "auto": the first gradients would wait for the last'
             )
         return (1,)
     if rounds != "auto":
         if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
             raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
         return (rounds,)
-    if num_partitions(num_layers) * num_micro_batches <= MOST_EXHAUSTIVE:
+    if num_partitions(problem.num_layers) * num_micro_batches <= MOST_EXHAUSTIVE:
         return tuple(range(1, num_micro_batches + 1))
     useful = {1, 2, 3, 4, num_devices // 2, num_devices, 2 * num_devices, num_micro_batches}
     return tuple(sorted(count for count in useful if 1 <= count <= num_micro_batches))
@@ -191,7 +177,7 @@ def _plan(problem: PlanningProblem, candidate: Candidate) -> Plan:
         rounds=rounds,
         num_devices=devices,
         num_micro_batches=micro_batches,
-        update=problem.update,
+        update=problem.mode.name,
         stale_layers=problem.stale_layers or 0,
         step_s=step_s,
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
@@ -223,18 +209,13 @@ def why_infeasible(
     host_bytes = problem.host_bytes(candidate)
     needs = []
     if limits.device_bytes is not None and device.total_bytes > limits.device_bytes:
-        largest = f"the most for {device.text(2)}"
-        needs.append(
-            _short(
-                "each device", "engine.device_memory_gib", device.total_bytes, limits.device_bytes, largest
-            )
-        )
+        note, sizes = f"the most for {device.text(2)}", (device.total_bytes, limits.device_bytes)
+        needs.append(_short("each device", "engine.device_memory_gib", *sizes, note))
     if limits.host_bytes is not None and host_bytes > limits.host_bytes:
         state = limits.state_bytes
         note = f"weights, gradients and optimizer state {size_text(state)}" if state else "for activations"
-        needs.append(
-            _short("the host", "engine.host_memory_gib", state + host_bytes, state + limits.host_bytes, note)
-        )
+        sizes = state + host_bytes, state + limits.host_bytes
+        needs.append(_short("the host", "engine.host_memory_gib", *sizes, note))
     return InfeasiblePlanError("; ".join(needs), plan)
 
 
@@ -254,7 +235,7 @@ def least_candidate(problem: PlanningProblem, rounds_choices: Sequence[int]) -> 
     extremes = [Partition(ones, 1, ones), *([] if split else [Partition((), layers, ())])]
     least_bytes = min(problem.device_bytes(partition, rounds) for partition in extremes)
     if limit is not None and least_bytes > limit:
-        problem = problem.within(replace(problem.limits, device_bytes=least_bytes))
+        problem = problem.changed(limits=replace(problem.limits, device_bytes=least_bytes))
     candidates = [
         Candidate(partition, rounds)
         for rounds in rounds_choices

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 from operator import add
+from typing import Any
 
 from torchround.planning.costs import Costs
 from torchround.planning.host_buffers import HostBatch
@@ -13,8 +14,9 @@ from torchround.planning.memory import MemoryLimits, device_memory
 from torchround.planning.partition import Partition, split_evenly
 from torchround.planning.stage_times import KeptLink, LayerSums
 from torchround.planning.step_time import step_seconds
+from torchround.planning.update_modes import mode_of
 
-# An `async` step that waits for its weights, not for a device, gets longer when an update takes longer than
+# A step that overlaps others and waits for its weights, not for a device, gets longer when an update takes longer than
 # the costs say. So among steps of about the same length the search prefers the one with less idle time.
 IDLE_WEIGHT = 0.5
 # The choice of what to keep is made in this many steps, from nothing to everything.
@@ -35,8 +37,8 @@ class Candidate:
 class PlanningProblem:
     """A question to the planner: layer costs, devices, micro-batches, update mode and memory limits.
 
-    - `stale_layers`: the number in `bounded`, K. None leaves it open: each plan is timed with all layers before its
-      fused stage stale, and its memory is counted with none. So no K makes it faster or smaller.
+    - `stale_layers`: their number K, 0 unless the mode updates by layer. None leaves it open: each plan is timed with all
+      layers before its fused stage stale, and its memory is counted with none. So no K makes it faster or smaller.
     - `link`: the link of each device to the host; None takes all transfers as hidden.
     - `items`: what a plan may keep beside what `costs` keep, in the order in which it is chosen.
     """
@@ -52,11 +54,15 @@ class PlanningProblem:
         link: KeptLink | None = None,
         items: Sequence[KeptItem] = (),
     ) -> None:
-        self._question = costs, num_devices, num_micro_batches, update, limits, stale_layers, link, items
-        self.costs, self.limits, self.update, self.link, self.items = costs, limits, update, link, items
+        sizes = {"num_devices": num_devices, "num_micro_batches": num_micro_batches}
+        choices = {"stale_layers": stale_layers, "link": link, "items": items}
+        self._question = {"costs": costs, **sizes, "update": update, "limits": limits, **choices}
+        self.costs, self.limits, self.link, self.items = costs, limits, link, items
+        self.mode, self.num_layers = mode_of(update), costs.num_layers
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
-        self.num_layers, self.stale_layers = costs.num_layers, stale_layers
-        self.idle_weight = 0.0 if self.overlap == "sync" else IDLE_WEIGHT
+        self.stale_layers = stale_layers if self.mode.updates_by_layer else 0
+        self.overlaps = self.mode.overlaps(self.stale_layers)
+        self.idle_weight = IDLE_WEIGHT if self.overlaps else 0.0
         # A few layers may differ: embedding and head do. Fewer micro-batches than devices never fill all of these.
         by_time = sorted(layer.forward_s + layer.backward_s for layer in costs.layers)
         tenth = min(len(by_time) // 10 + 2, len(by_time))
@@ -68,14 +74,9 @@ class PlanningProblem:
         self._steps: dict[Candidate, float] = {}
         self._host: dict[Candidate, int] = {}
 
-    def with_stale_layers(self, stale_layers: int) -> "PlanningProblem":
-        return PlanningProblem(*self._question[:5], stale_layers, self.link, self.items)
-
-    def with_items(self, items: Sequence[KeptItem]) -> "PlanningProblem":
-        return PlanningProblem(*self._question[:7], items)
-
-    def within(self, limits: MemoryLimits) -> "PlanningProblem":
-        return PlanningProblem(*self._question[:4], limits, self.stale_layers, self.link, self.items)
+    def changed(self, **changes: Any) -> "PlanningProblem":
+        """Make the same problem with other `limits`, `stale_layers` or `items`."""
+        return PlanningProblem(**{**self._question, **changes})
 
     def costs_of(self, kept: int) -> Costs:
         """Return the costs with what the first `kept` items keep."""
@@ -97,13 +98,6 @@ class PlanningProblem:
             self._sums[kept] = costs, sums
         return self._sums[kept]
 
-    @property
-    def overlap(self) -> str:
-        """The mode whose plans are like those of this problem: `bounded` overlaps steps if any layer is stale."""
-        if self.update != "bounded":
-            return self.update
-        return "sync" if self.stale_layers == 0 else "async"
-
     def exact_s(self, candidate: Candidate) -> float:
         """Compute the step time by the exact recurrence, once for each candidate."""
         if candidate not in self._steps:
@@ -116,7 +110,8 @@ class PlanningProblem:
     def simulated_s(self, candidate: Candidate, stale_layers: int | None) -> float:
         """Compute the seconds in which the devices run a step with this number of stale layers; None is the most."""
         stale = self.num_layers if stale_layers is None else stale_layers
-        times = self.sums_of(candidate.kept).times(candidate.partition, self.update, candidate.rounds, stale)
+        sums, partition = self.sums_of(candidate.kept), candidate.partition
+        times = sums.times(partition, self.mode.name, candidate.rounds, stale)
         return step_seconds(times, self.num_devices, self.num_micro_batches, candidate.rounds)
 
     def busy_s(self, candidate: Candidate) -> float:
@@ -134,7 +129,7 @@ class PlanningProblem:
         total_s, devices, hop_s = list(map(add, early_s, late_s)), self.num_devices, self.costs.hop_s
         sizes = [len(part) for part in split_evenly(self.num_micro_batches, candidate.rounds)]
         slots_s = [size * seconds for size in sizes for seconds in total_s]
-        if self.update != "sync":
+        if not self.mode.has_flush:
             apart = gcd(len(slots_s), devices)
             return [sum(slots_s[first::apart]) * apart / devices for first in range(apart)]
         stages, busy_s = len(total_s), []
@@ -161,7 +156,6 @@ class PlanningProblem:
         return step_s + self.idle_weight * (step_s - self.busy_s(candidate) / self.num_devices)
 
     def bubble(self, candidate: Candidate, step_s: float) -> float:
-        """Return the idle share of the devices if the plan's step takes so long."""
         return 1 - self.busy_s(candidate) / (self.num_devices * step_s) if step_s else 0.0
 
     def fits_limits(self, candidate: Candidate) -> bool:
@@ -184,7 +178,8 @@ class PlanningProblem:
         """Return what a plan's boundaries and kept activations take of the pool."""
         if candidate not in self._host:
             kept = self.costs_of(candidate.kept).kept
-            run = candidate.partition, candidate.rounds, self.num_devices, self.update, self.stale_layers or 0
+            stale = self.stale_layers or 0
+            run = candidate.partition, candidate.rounds, self.num_devices, self.mode.name, stale
             self._host[candidate] = self.batch.boundary_bytes(*run, kept)
         return self._host[candidate]
 

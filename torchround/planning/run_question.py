@@ -12,6 +12,7 @@ from torchround.planning.memory import HostMemory, MemoryLimits, host_state
 from torchround.planning.partition import KeptNames, Partition, split_evenly
 from torchround.planning.stage_times import KeptLink
 from torchround.planning.update_costs import UpdateCosts
+from torchround.planning.update_modes import SYNC, UpdateMode, mode_of
 
 # Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token, `aligned`.
 INTEGER_TENSORS = 4
@@ -50,6 +51,8 @@ class RunQuestion:
     - `stale_layers`: their number in `bounded`; None lets the planner choose.
     - `keep_activations`: the setting; `"auto"` lets the planner choose.
     - `given_kept`: the names of what each layer keeps, if `given` comes with them.
+    - `uncompiled_costs_for`: the costs if the layers that `costs_for` counts as compiled are not, None if that is no choice.
+    - `stays_uncompiled`: whether that choice was made, because the run fits in no other way.
     - `machines`: a plan is that of the machine with the largest share of the step; `global_batch_size` is of all.
     """
 
@@ -63,7 +66,7 @@ class RunQuestion:
     device: DeviceSpec | None
     device_bytes: int | None
     host_bytes: int | None = None
-    update: str = "sync"
+    update: str = SYNC.name
     rounds: int | str = 1
     recompute: str = "stage"
     element_bytes: int = 2
@@ -80,6 +83,12 @@ class RunQuestion:
     keep_activations: str | tuple[str, ...] = "none"
     given_kept: KeptNames | None = None
     machines: PlannedMachines = ONE_MACHINE
+    uncompiled_costs_for: Callable[[int, int, int], Costs] | None = None
+    stays_uncompiled: bool = False
+
+    @property
+    def mode(self) -> UpdateMode:
+        return mode_of(self.update)
 
     @property
     def step_micro_batches(self) -> int:
@@ -103,6 +112,14 @@ class RunQuestion:
             changed = replace(changed, rounds=min(self.rounds, changed.num_micro_batches))
         return changed
 
+    def uncompiled(self) -> "RunQuestion":
+        """Return the question without compiled layers, if that is a choice, otherwise as it is."""
+        if self.uncompiled_costs_for is None:
+            return self
+        return replace(
+            self, costs_for=self.uncompiled_costs_for, uncompiled_costs_for=None, stays_uncompiled=True
+        )
+
     def costs(self) -> Costs:
         return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
 
@@ -125,10 +142,10 @@ class RunQuestion:
 
     @property
     def fixed_rounds(self) -> int | None:
-        """Rounds of the given plan, otherwise of the config; None lets the planner choose. Steps of `bounded` have one."""
+        """Rounds of the given plan, otherwise of the config; None lets the planner choose."""
         if self.given is not None:
             return self.given[1]
-        if self.update == "bounded":
+        if self.mode.updates_by_layer:
             return 1
         return self.rounds if isinstance(self.rounds, int) else None
 

@@ -16,6 +16,7 @@ from random import Random
 
 from torchround.planning.partition import Partition
 from torchround.planning.planning_problem import Candidate, PlanningProblem
+from torchround.planning.update_modes import FLUSH_EFFORT
 
 # Step times closer than this share count as equal; among equals the plan with fewer rounds and stages wins.
 SAME_STEP = 1e-9
@@ -23,23 +24,24 @@ SAME_STEP = 1e-9
 AS_FAST = 0.01
 # All plans are tried up to this many partitions x rounds: 7 layers have 1366 partitions.
 MOST_EXHAUSTIVE = 1500
-# What annealing costs at most for one number of rounds, in timed stages. A steady state takes about STEADY_STEPS steps,
+# What annealing costs at most for one number of rounds, in timed stages, if activations may be kept; otherwise it is a fact
+# of the mode. A steady state takes about STEADY_STEPS steps,
 # a move a third of a step and MOVE_COST, a bound half a step and MOVE_COST, a count of device memory COUNT_STEPS steps.
-EFFORT = {"sync": 100_000, "async": 7_000, "bounded": 60_000, "kept": 40_000}
+KEPT_EFFORT = 40_000
 STEADY_STEPS, COUNT_STEPS, MOVE_COST = 3, 2, 5
 # Plans that annealing starts from, with different numbers of stages, and levels: half of the walks reach the next one.
 STARTS, LEVELS = 6, 4
-# The share by which a plan may be slower than the one before at first. It falls with this power of the effort left.
-WARMTH, COOLING = {"sync": 0.03, "async": 0.01}, 3
+# The share by which a plan may be slower than the one before at first, by whether steps overlap. It falls with this power of the effort left.
+WARMTH, COOLING = {False: 0.03, True: 0.01}, 3
 # The share of moves that cut all stages anew, and of the others, those from the slowest device to the fastest.
-RECUT, DIRECTED = {"sync": 0.08, "async": 0.25}, 0.5
+RECUT, DIRECTED = {False: 0.08, True: 0.25}, 0.5
 # A number of rounds whose best start is slower than the best known plan by this factor is not searched further.
 MOST_GAIN = 1.25
 # Starts are timed until their bound is slower than the best one by this factor.
 MOST_SLOWER = 1.02
 # Starts have about this many sizes of the fused stage, and of each a few numbers of forward and of backward stages,
 # whose stages are as long as these shares of the fused one.
-FUSED_SIZES, NUMBERS, SHARES = 32, 6, {"sync": (0.25, 1.2), "async": (0.5, 1.15)}
+FUSED_SIZES, NUMBERS, SHARES = 32, 6, {False: (0.25, 1.2), True: (0.5, 1.15)}
 # Plans of which the host memory is counted to choose the least.
 MOST_COUNTED = 20
 
@@ -55,7 +57,6 @@ class Search:
         self.spent = 0
 
     def bound(self, candidate: Candidate) -> float:
-        """Return a bound of the rank."""
         if candidate not in self.bounds:
             self.spent += MOVE_COST + candidate.rounds * candidate.partition.num_stages // 2
             self.bounds[candidate] = self.problem.least_rank_s(candidate)
@@ -67,7 +68,7 @@ class Search:
             if self.bound(candidate) > most:
                 return float("inf")
             problem, stages = self.problem, candidate.partition.num_stages
-            self.spent += candidate.rounds * stages * (1 if problem.overlap == "sync" else STEADY_STEPS)
+            self.spent += candidate.rounds * stages * (STEADY_STEPS if problem.overlaps else 1)
             # Memory takes longer to count than a step, so a plan that is too slow anyway does without.
             if (rank_s := problem.rank_s(candidate)) > most:
                 return float("inf")
@@ -134,15 +135,15 @@ class Search:
 
     def anneal(self, starts: Sequence[Candidate], share: float = 1.0) -> None:
         """Walk from all starts, then on from the better half of what they found, and so on, with this share of the effort."""
-        problem, mode = self.problem, self.problem.overlap
+        problem, overlaps = self.problem, self.problem.overlaps
         enough_s, random = least_step_s(problem) * (1 + SAME_STEP), Random(0)
         walks = [(self.rank(start), start) for start in dict.fromkeys(starts)]
         walks = [walk for walk in walks if walk[0] < float("inf")] or walks[:1]
-        if mode != "sync":
+        if overlaps:
             walks = [self._with_better_numbers(*walk) for walk in walks]
         # Fewer micro-batches than devices leave idle time in any mode.
         few = problem.num_micro_batches < problem.num_devices
-        effort = EFFORT["kept" if problem.items else "sync" if few else problem.update]
+        effort = KEPT_EFFORT if problem.items else FLUSH_EFFORT if few else problem.mode.search_effort
         for level in range(LEVELS):
             quota = share * effort / LEVELS / len(walks)
             for index, (found_s, found) in enumerate(walks):
@@ -150,7 +151,7 @@ class Search:
                 while (spent := self.spent - before) < quota and found_s > enough_s:
                     self.spent += MOVE_COST + now.partition.num_stages // 3
                     left = 1 - (level + spent / quota) / LEVELS
-                    most_s = now_s + found_s * (WARMTH[mode] * left**COOLING + SAME_STEP)
+                    most_s = now_s + found_s * (WARMTH[overlaps] * left**COOLING + SAME_STEP)
                     other = moved(problem, now, random, device_s)
                     if (other_s := self.rank(other, most_s)) <= most_s:
                         now, now_s, device_s = other, other_s, problem.device_s(other)
@@ -207,11 +208,8 @@ def find_plan(problem: PlanningProblem, rounds_choices: Sequence[int], as_fast: 
 def least_step_s(problem: PlanningProblem) -> float:
     """Compute a step time that no plan can beat: the least work, spread evenly over the devices."""
     sums, most = problem.sums_of(problem.amounts[-1]), largest_fused(problem)
-    return (
-        problem.num_micro_batches
-        * min(sums.work_s(fused) for fused in range(1, most + 1))
-        / problem.num_devices
-    )
+    work_s = min(sums.work_s(fused) for fused in range(1, most + 1))
+    return problem.num_micro_batches * work_s / problem.num_devices
 
 
 def largest_fused(problem: PlanningProblem) -> int:
@@ -251,7 +249,7 @@ def even_partitions(problem: PlanningProblem) -> Iterator[Partition]:
         split = layers - fused
         fused_s = max(forward_s[-1] - forward_s[split] + sums.backward_s[-1] - sums.backward_s[split], 1e-300)
         numbers = (
-            _numbers(sums_s[split] / fused_s, split, least, SHARES[problem.overlap])
+            _numbers(sums_s[split] / fused_s, split, least, SHARES[problem.overlaps])
             for sums_s, least in zip((forward_s, both_s), fewest, strict=True)
         )
         for forward, backward in product(*numbers):
@@ -349,7 +347,7 @@ def moved(
         return Candidate(partition, candidate.rounds, kept)
     kind, chosen = random.random(), _direction(forward, backward, random)
     index = random.randrange(len(chosen))
-    if kind < RECUT[problem.overlap]:
+    if kind < RECUT[problem.overlaps]:
         # Even stages, one more or less of each kind or as many as before.
         numbers = (
             len(stages) + round(random.gauss(0, 1 + 0.1 * len(stages))) for stages in (forward, backward)
@@ -369,7 +367,7 @@ def moved(
             fused += change
             forward[one] -= change
             backward[other] -= change
-    if kind >= RECUT[problem.overlap]:
+    if kind >= RECUT[problem.overlaps]:
         _take_layers(forward, backward, random, device_s, least=0 if kind < 0.65 else 1)
     # Stages that start small fill the devices sooner, and stages that end small drain them sooner. So of equal layers
     # only such plans are tried, which are far fewer.

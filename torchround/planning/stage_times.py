@@ -13,6 +13,7 @@ from operator import add
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.partition import Partition
 from torchround.planning.rates import RATES
+from torchround.planning.update_modes import SYNC, UpdateMode, mode_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class KeptLink:
 class StageTimes:
     """The seconds of a partition's stages in one update mode, in dispatch order.
 
-    The host updates groups of layers one after the other: all layers at once, or in `bounded` those of each fused and
-    backward stage.
+    The host updates groups of layers one after the other: all layers at once, or if it updates by layer, those of each
+    fused and backward stage.
 
     - `entry_s`: from the previous stage's output of a micro-batch to this stage's, hop included, if the
       device is free.
@@ -41,13 +42,14 @@ class StageTimes:
       always arrives later anyway.
     - `group_s`: seconds of the update of each group.
     - `waits`: the update that each stage waits for, and the seconds from its start until the stage's layers are updated. Of G
-      groups, G + g is the update of group g with the gradients of the step before, and g that of one step earlier.
+      groups, `G * age + g` is an update of group g, and the last age that of the gradients of the step before. There are
+      `known_updates` ages.
     - `jobs`: what devices do for the update, in the order in which they take it: the stage that completes the layer's
       gradient, the seconds of the device, and those of a copy in each direction.
     """
 
     partition: Partition
-    update: str
+    mode: UpdateMode
     entry_s: Sequence[float]
     total_s: Sequence[float]
     boundary_from: Sequence[int]
@@ -55,6 +57,11 @@ class StageTimes:
     group_s: Sequence[float]
     waits: Sequence[tuple[int, float]]
     jobs: Sequence[tuple[int, float, float]]
+
+    @property
+    def known_updates(self) -> int:
+        """The ages of the updates that a step knows of: one for each version, and two at least, as updates follow each other."""
+        return max(2, self.mode.versions)
 
 
 class LayerSums:
@@ -78,26 +85,24 @@ class LayerSums:
         self._inputs = [0, *self._outputs[:-1]]
 
     def times(
-        self, partition: Partition, update: str = "sync", rounds: int = 1, stale_layers: int = 0
+        self, partition: Partition, update: str = SYNC.name, rounds: int = 1, stale_layers: int = 0
     ) -> StageTimes:
-        """Compute the times of a partition's stages; `stale_layers` is K of `bounded`, at most all before the fused stage.
-
-        A mode is the updates that its stages wait for, so this is where a new one begins.
-        """
+        """Compute the times of a partition's stages; `stale_layers` is K of `bounded`, at most all before the fused stage."""
+        mode = mode_of(update)
         ranges, num_forward, hop_s = partition.ranges, len(partition.forward), self.costs.hop_s
-        stale = min(stale_layers, ranges[num_forward][0]) if update == "bounded" else 0
+        stale = min(stale_layers, ranges[num_forward][0]) if mode.updates_by_layer else 0
         early_s, late_s = self.seconds(partition, rounds)
         # A backward stage recomputes while its gradient is still on its way, so only the rest is on the gradient's path.
         entry_s = [seconds + hop_s for seconds in late_s]
-        if update == "bounded":
+        if mode.updates_by_layer:
             group_s = [self.updated_s[stop] - self.updated_s[start] for start, stop in ranges[num_forward:]]
             waits = self._bounded_waits(partition, stale)
         else:
-            group_s, source = [self.updated_s[-1]], 0 if update == "async" else 1
+            group_s, source = [self.updated_s[-1]], max(2, mode.versions) - mode.versions
             waits = [(source, self.updated_s[stop]) for _, stop in ranges]
         return StageTimes(
             partition=partition,
-            update=update,
+            mode=mode,
             entry_s=entry_s,
             total_s=list(map(add, early_s, late_s)),
             boundary_from=_boundary_waits(partition, early_s, entry_s, stale),

@@ -21,13 +21,13 @@ MAX_WARM_UP_STEPS = 24
 def step_seconds(times: StageTimes, num_devices: int, num_micro_batches: int, rounds: int = 1) -> float:
     """Compute the seconds per training step in the steady state.
 
-    In `sync` that is from the start of one step's update, at its last gradient or direction, to that of the next.
+    With a flush that is from the start of one step's update, at its last gradient or direction, to that of the next.
     Otherwise steps follow each other without a flush: the growth of the state per step once it repeats, or from the
     transition matrix if that takes long.
     """
     sizes, groups = [len(part) for part in split_evenly(num_micro_batches, rounds)], len(times.group_s)
-    dimension, seen = num_devices + 2 * groups, list[list[float]]()
-    if times.update == "sync":
+    dimension, seen = num_devices + times.known_updates * groups, list[list[float]]()
+    if times.mode.has_flush:
         # Devices are idle when an update starts, so every step is like the first one.
         start = [0.0] * (num_devices + groups) + [NEVER] * groups
         return _next_state(times, sizes, num_devices, start)[num_devices]
@@ -49,33 +49,31 @@ def _next_state(
 ) -> list[float]:
     """Run one step.
 
-    The state before it: when each device becomes free, when the gradients of each group are complete, and when the update
-    before these started with each group.
+    The state before it: when each device becomes free, when the gradients of each group are complete, and when the updates
+    before these started with each group, the oldest first.
     """
     groups, num_stages, jobs = len(times.group_s), len(times.total_s), times.jobs
-    free, complete, before = list(state[:num_devices]), list(state[num_devices:-groups]), state[-groups:]
+    free, complete = list(state[:num_devices]), list(state[num_devices : num_devices + groups])
+    older = list(state[num_devices + groups :])
+    before = older[-groups:]
     updates = _update_starts(times.group_s, complete, before)
-    started = [*before, *updates]
+    started = [*older, *updates]
     ready_s = [started[source] + after_s for source, after_s in times.waits]
 
     def run_late_jobs(first: int) -> None:
-        """Run the jobs for the update with the gradients of the step before, which the step after next reads."""
+        """Run the jobs for the update with the gradients of the step before, which this step does not read."""
         complete[0] = max(complete[0], run_jobs(jobs, complete * len(jobs), free, first))
         updates[:] = _update_starts(times.group_s, complete, before)
 
-    late = run_late_jobs if jobs and times.update == "async" else None
-    at = (
-        slots_before_late_jobs(len(times.partition.forward), len(sizes) * num_stages, num_devices)
-        if late
-        else 0
-    )
+    late = run_late_jobs if jobs and times.mode.versions > 1 else None
+    at = slots_before_late_jobs(len(times.partition.forward), len(sizes) * num_stages, num_devices)
     ends = run_slots(times, sizes, free, ready_s, late, at)
-    finished = ends[-groups:] if times.update == "bounded" else [max(ends)]
-    if jobs and times.update == "sync":
+    finished = ends[-groups:] if times.mode.updates_by_layer else [max(ends)]
+    if jobs and times.mode.has_flush:
         last = ends[-num_stages:]
         finished.append(run_jobs(jobs, [last[stage] for stage, _, _ in jobs], free))
         finished = [max(finished)]
-    return [*free, *finished, *updates]
+    return [*free, *finished, *older[groups:], *updates]
 
 
 def _update_starts(
@@ -97,7 +95,7 @@ def run_jobs(
     The orthogonalisation of Muon is one job for each layer. Jobs are dealt to the devices in turn; the one at index
     `first` of `free` takes the first. A job begins once its layer's gradient is complete, at `complete_s`: the host's
     look-ahead goes up, the device computes, and the direction comes down. The copies of one job run beside the
-    computation of others. In `sync` jobs follow the slots of their step, in `async` they come among those of the next.
+    computation of others. Jobs follow the slots of their step, or with several versions come among those of the next.
     `free` is as in `run_slots`.
     """
     num_devices, back_s = len(free), 0.0

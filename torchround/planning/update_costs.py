@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torchround.planning.update_modes import mode_of
+
 # The type in which devices compute for updates.
 JOB_DTYPE, JOB_ELEMENT_BYTES = "bfloat16", 2
 # An fp32 weight, and the residual of a 16-bit device weight.
@@ -77,7 +79,7 @@ class UpdateCosts:
     - `rules`: one for each update rule of the model's trained parameters. `BundleCount.by_rule` counts the parameters of
       each.
     - `splits_weights`: whether weights are kept as 16-bit device weights and residuals under policies that allow it.
-    - `predicts`: whether `async` writes predicted device weights. These are no part of the weight, so fp32 is kept.
+    - `predicts`: whether modes that can predict write predicted device weights. These are no part of the weight, so fp32 is kept.
     - `smaller`: what other settings of the optimizer would cost, each by the change of the config that makes them. They keep
       less for some parameters at least.
     """
@@ -88,8 +90,7 @@ class UpdateCosts:
     smaller: tuple[tuple[str, "UpdateCosts"], ...] = ()
 
     def is_split(self, update: str) -> bool:
-        """Return whether trained weights are split under this update mode. `bounded` keeps fp32 for weights that lag."""
-        return self.splits_weights and (update == "sync" or (update == "async" and not self.predicts))
+        return self.splits_weights and mode_of(update).with_prediction(self.predicts).splits_weights
 
     def state_bytes(self, counts: Sequence[int], update: str) -> int:
         """Return what the optimizer keeps, weights beside the device weights included; `counts` are parameters by rule."""

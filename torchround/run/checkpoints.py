@@ -23,7 +23,7 @@ from torchround.config import Config
 from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import Save
-from torchround.engine.store.bundles import BOUNDED, OLDER_WEIGHTS
+from torchround.engine.store.bundles import OLDER_WEIGHTS
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import MachineError
 from torchround.planning.memory import size_text
@@ -299,7 +299,7 @@ def _is_older_weight(name: str) -> bool:
 def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: int) -> list[str]:
     """Return the names of the older device weights that a checkpoint of this run would hold."""
     names = [name for name in views if _is_older_weight(name)]
-    if store.policy is not BOUNDED:
+    if not store.policy.updates_by_layer:
         return names
     lagging = {
         parameter.name
@@ -315,4 +315,4 @@ def _stale_layers(store: HostStore, state: Mapping[str, Any]) -> int:
     number = state.get("stale_layers", 0)
     if type(number) is not int or not 0 <= number < len(store.locations):
         raise ValueError(f"stale_layers is {str(number)[:100]}")
-    return number if store.policy is BOUNDED else 0
+    return number if store.policy.updates_by_layer else 0

@@ -10,7 +10,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel
@@ -21,6 +21,7 @@ from torchround.optim.optimizer import make_optimizer
 from torchround.planning.plan import Plan
 from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
+from torchround.planning.update_modes import mode_of
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
 from torchround.run.run_folder import RunFolder
@@ -37,8 +38,8 @@ COMPILE_FROM_PARAMETERS = 2**21
 class RunParts:
     """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
-    `loader` is at the start of the data. `plan` is the
-    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `machines` are those of the run, this one among them.
+    `loader` is at the start of the data. `plan` is the answer to `question`. `mapped` are the frozen weights that stay in
+    their files, by parameter name. `machines` are those of the run, this one among them.
     """
 
     config: Config
@@ -64,7 +65,10 @@ class RunParts:
         return found
 
     def with_rule(self, rounds: int, stale_layers: int) -> "RunParts":
-        """Plan by the first machine's numbers, whose folder has an earlier start's plan. Raises `InfeasiblePlanError`."""
+        """Take the rounds and stale layers that all machines agreed on, and plan again if this one's plan has others.
+
+        Losses depend on both. Raises `InfeasiblePlanError`.
+        """
         if (self.plan.rounds, self.plan.stale_layers) == (rounds, stale_layers):
             return self
         question = replace(self.question, rounds=rounds, stale_layers=stale_layers)
@@ -103,14 +107,12 @@ def build_store(
     ownership: Ownership | None = None,
 ) -> HostStore:
     """Allocate the host store, without initial weights. `mapped` and `ownership` as in `HostStore`."""
-    policy = POLICIES[numbers.engine.update]
     # With an optimizer that cannot predict, nothing corrects the delay.
-    if policy is ASYNC and numbers.engine.delay_correction != "none" and numbers.optimizer.can_predict:
-        policy = ASYNC_PREDICT
+    predicts = numbers.engine.delay_correction != "none" and numbers.optimizer.can_predict
     store = HostStore(
         model,
         numbers.dtype,
-        policy=policy,
+        policy=mode_of(numbers.engine.update).with_prediction(predicts),
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         mapped=mapped,
@@ -134,7 +136,7 @@ def build_engine(
 ) -> Engine:
     """Start an engine that runs `plan` on `devices`.
 
-    `compiler` holds the layers that an earlier engine compiled of this model. With `times_layers` the reports hold each
+    `compiler` compiles the layers, and holds those that an earlier engine compiled of this model. With `times_layers` the reports hold each
     layer's own times. `machines` are those of the run if there are several.
     """
     table = numbers.engine
@@ -148,7 +150,7 @@ def build_engine(
         accumulate_dtype=numbers.accumulate_dtype,
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),
-        compiler=compiler or layer_compiler(model, table, devices[0].torch_device.type),
+        compiler=compiler,
         kept=plan.kept,
     )
     return Engine(
@@ -162,7 +164,9 @@ def compiles_update(table: EngineTable, store: HostStore) -> bool:
     return table.compile
 
 
-def layer_compiler(model: LayeredModel, table: EngineTable, kind: str) -> LayerCompiler | None:
-    if not compiles_layers(table, kind):
+def layer_compiler(
+    model: LayeredModel, table: EngineTable, kind: str, stays_uncompiled: bool = False
+) -> LayerCompiler | None:
+    if stays_uncompiled or not compiles_layers(table, kind):
         return None
     return LayerCompiler(model, options=table.compile_options)

@@ -30,7 +30,7 @@ from torchround.planning.keep_rule import kept_whole
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.partition import KeptNames, Partition
 from torchround.planning.plan import Plan, kept_before
-from torchround.planning.plan_report import plan_for
+from torchround.planning.plan_report import fits, plan_for
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.rates import CardRates, costs_from_work, launch_seconds
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
@@ -105,8 +105,11 @@ def run_question(
         matrices[bundle.layers[0]] += [parameter.shape for parameter in directed_parameters(bundle)]
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
-    return RunQuestion(
-        costs_for=_counted_costs(model, numbers, hardware, counts, updates, matrices),
+    counted = partial(_counted_costs, model, numbers, hardware, counts, updates, matrices)
+    compiles = compiles_layers(engine, hardware.kind)
+    question = RunQuestion(
+        costs_for=counted(compiles),
+        uncompiled_costs_for=counted(False) if compiles and engine.compile == "auto" else None,
         parameters=counts,
         updates=updates,
         seq_len=training.seq_len,
@@ -134,6 +137,13 @@ def run_question(
         given_kept=given_kept,
         machines=machines,
     )
+    if question.uncompiled_costs_for and not fits(question) and fits(question.uncompiled()):
+        logger.warning(
+            'engine.compile = "auto": layers run uncompiled. Compiled ones need room for one more gradient of a block, '
+            "and the run fits only without it. Losses of compiled layers differ in the last bits"
+        )
+        return question.uncompiled()
+    return question
 
 
 def measured_plan(question: RunQuestion, counted: Plan, steps: Sequence[StepResult]) -> Plan:
@@ -174,7 +184,7 @@ def given_plan(
             plan = Plan.from_json(Path(given).read_text())
         except (OSError, ValueError) as error:
             raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
-        if stale_layers is None and plan.update == engine.update == "bounded":
+        if stale_layers is None and plan.update == engine.update:
             stale_layers = plan.stale_layers
         partition, rounds = plan.partition, plan.rounds
         kept = plan.kept if engine.keep_activations == "auto" else None
@@ -196,6 +206,7 @@ def _counted_costs(
     counts: ParameterCounts,
     updates: UpdateCosts,
     matrices: Sequence[Sequence[torch.Size]],
+    compiles: bool,
 ) -> Callable[[int, int, int], Costs]:
     numels, dtype = layer_numels(model), numbers.training.dtype
     moving = numbers.engine.update, numbers.dtype.itemsize, numbers.dtype.itemsize
@@ -209,7 +220,7 @@ def _counted_costs(
     for bundle in counts.bundles:
         moved[bundle.layers[0]] += updates.traffic_bytes(bundle.by_rule, *moving)
 
-    works_of = cache(partial(layer_works, model, numbers, hardware.kind))
+    works_of = cache(partial(layer_works, model, numbers, hardware.kind, compiles))
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         works = works_of(tokens, sequences)
@@ -230,13 +241,13 @@ def _counted_costs(
 
 
 def layer_works(
-    model: LayeredModel, numbers: RunNumbers, kind: str, tokens: int, sequences: int
+    model: LayeredModel, numbers: RunNumbers, kind: str, compiles: bool, tokens: int, sequences: int
 ) -> list[LayerWork]:
     element_bytes = numbers.dtype.itemsize
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if compiles_layers(numbers.engine, kind) and may_compile(layer, tokens * sequences):
+        if compiles and may_compile(layer, tokens * sequences):
             # The layer keeps all its parts or nothing. A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             workspace_bytes = work.workspace_bytes + trained * element_bytes

@@ -182,9 +182,9 @@ def checkpoint_bytes(question: RunQuestion) -> int:
     The newest device weights of trained parameters are the float32 weights, rounded, so they are saved only if they are a part
     of split weights. Those take as much as float32 weights.
     """
-    count, older_versions = question.parameters, int(question.update == "async")
+    count, older_versions = question.parameters, question.mode.versions - 1
     # The older device weights of stale layers are saved too.
-    stale = question.costs().layers[: question.stale_layers or 0] if question.update == "bounded" else ()
+    stale = question.costs().layers[: question.stale_layers or 0] if question.mode.updates_by_layer else ()
     num_stale = sum(layer.gradient_bytes for layer in stale) // question.accumulate_bytes
     in_dtype = older_versions * count.trained + count.frozen + num_stale
     return question.updates.saved_bytes(count.by_rule) + question.element_bytes * in_dtype

@@ -138,7 +138,7 @@ class StepMeter:
             lr=lr,
             tokens=tokens,
             tokens_per_s=tokens_per_s,
-            mfu=mfu(tokens_per_s, self._flops_per_token, self._all_flops_per_s, 1),
+            mfu=mfu(tokens_per_s, self._flops_per_token, self._all_flops_per_s),
             step_s=step_s,
             elapsed_s=self.elapsed_s,
             data_s=mean["data_s"],
@@ -196,10 +196,6 @@ def flops_per_token(model: LayeredModel, seq_len: int, element_bytes: int) -> fl
     return float(sum(work.forward_flops + work.backward_flops for work in works)) / seq_len
 
 
-def mfu(
-    tokens_per_s: float, flops_per_token: float, peak_flops_per_s: float | None, num_devices: int
-) -> float | None:
-    """Return the model FLOPs utilisation as a fraction. None if the device's peak is not known: it is never guessed."""
-    if peak_flops_per_s is None:
-        return None
-    return tokens_per_s * flops_per_token / (peak_flops_per_s * num_devices)
+def mfu(tokens_per_s: float, flops_per_token: float, peak_flops_per_s: float | None) -> float | None:
+    """Compute the model FLOPs utilisation. The peak is that of all devices; None if it is not known: it is never guessed."""
+    return None if peak_flops_per_s is None else tokens_per_s * flops_per_token / peak_flops_per_s

@@ -14,9 +14,10 @@ from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, HangError, PipelineError
 from torchround.engine.exchange import share_weights
-from torchround.engine.store.bundles import BOUNDED, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.planning.machine_shares import step_share
+from torchround.planning.update_modes import BOUNDED
 
 BATCHES = toy_batches(4, micro_batches=4)
 BAD_TOKEN = -7  # a label; only the broken layer looks at it

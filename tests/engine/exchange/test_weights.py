@@ -14,8 +14,9 @@ from tests.support.machines import run_machines
 from tests.support.toy import toy_batches, toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.exchange import share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, Ownership
+from torchround.engine.store.bundles import Ownership
 from torchround.machines.links import Purpose
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT
 
 BATCHES = toy_batches(4, micro_batches=8)
 POLICIES = {"async": ASYNC, "predict": ASYNC_PREDICT}

@@ -15,8 +15,8 @@ import pytest
 from tests.support.toy import toy_model, toy_store
 from torchround.engine.board import Observer
 from torchround.engine.store import host_memory
-from torchround.engine.store.bundles import ASYNC
 from torchround.engine.store.host_memory import HostAllocator, HostPool
+from torchround.planning.update_modes import ASYNC
 
 PAGE = 4096
 CHUNK = 64 * PAGE

@@ -10,10 +10,10 @@ from tests.support import toy
 from tests.support.reference import Reference
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.config import AdamWTable
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
 from torchround.optim.optimizer import make_optimizer
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(6, micro_batches=3)

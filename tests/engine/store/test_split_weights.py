@@ -11,9 +11,10 @@ from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy
 from torchround.config import AdamWTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, RESIDUAL, SYNC, parameter_facts
+from torchround.engine.store.bundles import RESIDUAL, parameter_facts
 from torchround.optim.optimizer import NO_STATE, make_optimizer
 from torchround.optim.rules.muon import Muon
+from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 
 BF16 = torch.bfloat16
 

@@ -20,10 +20,10 @@ from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.engine.board import Observer
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Stream
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.compute import StageComputation
 from torchround.planning.partition import Partition
 from torchround.planning.plan import Plan
+from torchround.planning.update_modes import ASYNC, SYNC
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers

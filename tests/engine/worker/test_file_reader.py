@@ -16,8 +16,8 @@ from torchround.engine.board import Observer
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
-from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.transfers import FileReader, GradientDownload, WeightUpload
+from torchround.planning.update_modes import ASYNC, SYNC
 
 BATCHES = toy_batches(3, micro_batches=4)
 

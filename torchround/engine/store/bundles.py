@@ -35,39 +35,6 @@ OLDER_WEIGHTS = "master_"
 
 
 @dataclass(frozen=True)
-class UpdatePolicy:
-    """The number of weight versions that are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
-
-    Under each policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`.
-
-    If it `predicts`, the update writes `w + d` in place of `w` as a version's device weights, where `d` is its own direction;
-    for AdamW `d = -lr * m_hat / (sqrt(v_hat) + eps)`. The fp32 weights, state and learning rate give them again, bit for bit.
-    """
-
-    name: str
-    versions: int
-    predicts: bool = False
-
-    @property
-    def splits_weights(self) -> bool:
-        """Whether its device weights are the upper halves of the fp32 weights: neither predicted nor one update behind."""
-        return not self.predicts and self.name != "bounded"
-
-    def version_read(self, step: int) -> int:
-        return max(step - (self.versions - 1), 0)
-
-
-SYNC = UpdatePolicy("sync", 1)
-ASYNC = UpdatePolicy("async", 2)
-# `async` with `engine.delay_correction = "predict"`, its default.
-ASYNC_PREDICT = UpdatePolicy("async", 2, predicts=True)
-# One version of each weight, updated as soon as its gradient is complete (PACI). The forward of step `t` reads
-# `v(t - 1)` in the first `HostStore.stale_layers` layers, everything else reads `v(t)`.
-BOUNDED = UpdatePolicy("bounded", 1)
-POLICIES = {policy.name: policy for policy in (SYNC, ASYNC, BOUNDED)}
-
-
-@dataclass(frozen=True)
 class FlatParameter:
     """One parameter's place in its bundle's flat buffers, in elements. `name` is `layer.path`."""
 

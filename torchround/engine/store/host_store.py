@@ -33,12 +33,9 @@ from torch import Tensor, nn
 from torchround.config import AdamWTable
 from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
-    BOUNDED,
-    SYNC,
     Bundle,
     FlatParameter,
     Ownership,
-    UpdatePolicy,
     collect_bundles,
     mapped_ranges,
     owner_of,
@@ -52,6 +49,7 @@ from torchround.optim.kernel import KernelKind
 from torchround.optim.optimizer import Optimizer, make_optimizer
 from torchround.optim.update_pass import UpdateBuffers, UpdateKernel, predict_, update_
 from torchround.planning.partition import Stage
+from torchround.planning.update_modes import SYNC, UpdateMode
 
 
 class HostStore:
@@ -76,7 +74,7 @@ class HostStore:
         model: LayeredModel,
         dtype: torch.dtype = torch.float32,
         *,
-        policy: UpdatePolicy = SYNC,
+        policy: UpdateMode = SYNC,
         pinned: bool = False,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
         ownership: Ownership | None = None,
@@ -317,7 +315,7 @@ class HostStore:
             "loss_scale": self.loss_scaling.state_dict(self.step),
             "spikes": self.spikes.state_dict(),
         }
-        if self.policy is BOUNDED:
+        if self.policy.updates_by_layer:
             state["stale_layers"] = self.stale_layers
         if self.prediction is not None:
             state["prediction"] = {"lr": self.prediction}
@@ -382,7 +380,7 @@ class HostStore:
         for bundle in self.bundles:
             if not (bundle.trainable or bundle.mapped):
                 views |= bundle.saved_views(self.step, lags=False)
-            elif self.policy is BOUNDED and bundle.trainable:
+            elif self.policy.updates_by_layer and bundle.trainable:
                 views |= bundle.older_views(self.step, lags=True)
         return views
 

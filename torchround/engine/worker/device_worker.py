@@ -21,7 +21,6 @@ from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.passes import DeviceJob, StageJob
 from torchround.engine.reports import Span, StageReport
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.compute import LayerCall, StageComputation, bind, checked_loss, unbind
@@ -201,7 +200,7 @@ class DeviceWorker:
         `sync` the next job waits for the update. In `bounded` a layer's update waits for its own gradient alone.
         """
         is_last = job.slots_left < len(self.setup.queues)
-        is_waited_for = self._store.policy is BOUNDED or (is_last and self._store.policy is SYNC)
+        is_waited_for = self._store.policy.updates_by_layer or (is_last and self._store.policy.has_flush)
         # Otherwise copies and the norm would take processor time from this very backward: 8 % of a step on two cores.
         return is_waited_for and self.device.has_link
 
