@@ -71,7 +71,7 @@ class StepBatches:
         self._reading = reading
 
     def next(self, flags: JSON = None) -> tuple[StepBatch | None, list[JSON]]:
-        """Return the next step's batch, None at the end of the data, and the flags of all machines in rank order.
+        """Read the next step's batch, None at the end of the data, and the flags of all machines in rank order.
 
         Raises `DataError` on all machines if one of them meets an error in the data; the steps before it are the same
         on all. One machine's own error is raised as it is.
