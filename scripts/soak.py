@@ -36,7 +36,6 @@ from torchround.checkpoint.folders import RUN_SUBFOLDER, checkpoint_name
 from torchround.run.early_end import STOP_SIGNALS
 
 STEPS = 12
-SAVED = rf"^saved \S+{checkpoint_name(0).replace('0', '([0-9]+)')} "
 HUNG_AFTER_S = 300.0  # a start takes a second
 MODES: dict[str, tuple[str, ...]] = {
     "sync": (),
@@ -122,7 +121,7 @@ class Soak:
             resumed = re.search(r"^resuming after step (\d+) ", text, re.MULTILINE)
             require(resumed is None or int(resumed[1]) == reached, f"step {reached} was saved before", text)
             before, reached = reached, newest(checkpoints, damaged)
-            announced = [int(step) for step in re.findall(SAVED, text, re.MULTILINE)]
+            announced = [step for step in range(STEPS + 1) if f"/{checkpoint_name(step)} (" in text]
             require(reached >= max([before, *announced]), f"step {reached} is the newest that is left", text)
             yield started.trouble
         require(reached == STEPS, f"the run ends at step {reached}", text)

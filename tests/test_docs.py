@@ -122,7 +122,7 @@ def test_the_examples_of_what_a_user_adds_are_typed(tmp_path):
     for number, block in enumerate(found):
         (tmp_path / f"example_{number}.py").write_text(block.text)
     files = map(str, tmp_path.glob("*.py"))
-    run(["-m", "mypy", f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={tmp_path}", *files], ROOT)
+    run(["-m", "mypy", *files], ROOT)  # which finds pyproject.toml and the cache there
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)

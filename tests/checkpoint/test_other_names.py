@@ -31,7 +31,9 @@ def test_a_run_with_other_names_saves_resumes_keeps_lists_and_verifies(small_run
 
 
 @pytest.mark.parametrize("name", ["step-", "step-01", "step-1x", "step-²", "step-1.tmp.tmp", "step-1" + "0" * 20])
-def test_a_name_that_no_save_gives_is_no_checkpoint_s(name):
+def test_a_name_that_no_save_gives_is_no_checkpoint_s(name, monkeypatch):
+    monkeypatch.setattr(folders, "STEP_NAME", "step-{}")
+    monkeypatch.setattr(folders, "TENSOR_FILE", "tensors-{:05d}.safetensors")
     assert not folders.is_checkpoint_name(name) and folders.is_checkpoint_name("step-10.tmp")
     assert not folders.is_file_of_checkpoint("tensors-٠٠٠٠١.safetensors")
     assert folders.is_file_of_checkpoint("tensors-100000.safetensors")
