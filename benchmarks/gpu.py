@@ -122,14 +122,14 @@ class Bench:
         return random_step(self.training, self.vocab_size, torch.Generator().manual_seed(seed))
 
     def _mfu(self, tokens_per_s: float, hardware: Hardware, num_cards: int) -> float | None:
-        """Return the share of the cards' peak that this speed is; None for a card of unknown speed."""
+        """Compute the share of the cards' peak that this speed is; None for a card of unknown speed."""
         peak = None if hardware.spec is None else hardware.spec.flops_per_s(self.training.dtype)
         all_cards = None if peak is None else num_cards * peak
         flops = flops_per_token(self.model, self.training.seq_len, self.dtype.itemsize)
         return mfu(tokens_per_s, flops, all_cards)
 
     def _table(self, update: str, workers: int, compiled: str | None = None) -> EngineTable:
-        """Return the engine's settings; `compiled` is a value of `--compile`, its first one by default."""
+        """Make the engine's settings; `compiled` is a value of `--compile`, its first one by default."""
         table = EngineTable(devices=self.options.devices, num_devices=workers, update=update)  # type: ignore[arg-type]
         share_gib = find_hardware(table).device_bytes / GIB
         return table.model_copy(
@@ -175,7 +175,7 @@ class Bench:
     def _layer_compiler(
         self, table: EngineTable, hardware: Hardware, stays_uncompiled: bool
     ) -> LayerCompiler | None:
-        """Return the compiler that all runs with this setting share, as the engines of one run do."""
+        """Make or find the compiler that all runs with this setting share, as the engines of one run do."""
         if table.compile not in self._compilers:
             self._compilers[table.compile] = layer_compiler(
                 self.model, table, hardware.kind, stays_uncompiled

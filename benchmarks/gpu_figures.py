@@ -83,7 +83,7 @@ def num_cards(devices: Sequence[Device]) -> int:
 
 
 def accelerators(devices: Sequence[Device]) -> set[torch.device]:
-    """Return the GPUs behind the devices, each once."""
+    """List the GPUs behind the devices, each once."""
     return {device.torch_device for device in devices if device.torch_device.type != "cpu"}
 
 
@@ -97,7 +97,7 @@ def start_peak(devices: Sequence[Device]) -> int:
 
 
 def peak(devices: Sequence[Device]) -> int:
-    """Return the fullest card's peak in bytes."""
+    """Find the fullest card's peak in bytes."""
     return max(device.peak_bytes() for device in devices)
 
 

@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def kept_blocks(count: int, numbers: random.Random | None = None) -> Costs:
-    """Return blocks that can keep their parts, and a head. `numbers` draws each block's time and kept bytes."""
+    """Make blocks that can keep their parts, and a head. `numbers` draws each block's time and kept bytes."""
     *blocks, head = block_costs(count).layers
     for index, block in enumerate(blocks):
         time, size = (numbers.uniform(0.5, 1.5), numbers.uniform(0.2, 2)) if numbers else (1.0, 1.0)
@@ -139,7 +139,7 @@ class ModelledTime(Observer):
         return self  # the engine copies the layers, which hold this clock
 
     def now(self) -> float:
-        """Return the time of the calling host thread."""
+        """Read the clock of the calling host thread."""
         return self.thread.now
 
     def advance(self, seconds: float) -> None:
@@ -151,7 +151,7 @@ class ModelledTime(Observer):
         self.thread.computing += seconds
 
     def taken(self) -> float:
-        """Return the seconds of computation since the last call."""
+        """Count the seconds of computation since the last call."""
         computing, self.thread.computing = self.thread.computing, 0.0
         return computing
 
@@ -176,7 +176,7 @@ class ModelledEvent:
         self._clock.advance(self.seconds)
 
     def query(self) -> bool:
-        """Return True: at once in a device's thread, which does not wait for what it asks; later in any other.
+        """Answer True: at once in a device's thread, which does not wait for what it asks; later in any other.
 
         The caller of a step asks again and again instead of waiting, and nothing else would bring its clock there.
         """

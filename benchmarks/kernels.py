@@ -297,7 +297,7 @@ _HIDES_SEVERAL: dict[str, Callable[..., Any]] = {"torchround::lookup_gradient": 
 
 
 def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation | None:
-    """Return what a call costs, or None if it launches nothing."""
+    """Count what a call costs, or None if it launches nothing."""
     space, _, overload = func.name().partition("::")
     name = overload.partition(".")[0]
     if func.is_view or name in UNWRITTEN:
@@ -327,7 +327,7 @@ def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 def _traffic(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that a call reads and those that it writes, each piece of memory once."""
+    """List the tensors that a call reads and those that it writes, each piece of memory once."""
     name = func.name().partition("::")[2].partition(".")[0]
     reads, writes = [], []
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -360,7 +360,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's distinct elements: a broadcast dimension is in memory once."""
+    """Count the bytes of a tensor's distinct elements: a broadcast dimension is in memory once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= 1 if stride == 0 and size > 0 else size
@@ -368,7 +368,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _product_flops(args: tuple[Any, ...], result: Tensor) -> float:
-    """Return 2 FLOPs for each multiply-add. Grouped products have R rows in all, so one factor has no group."""
+    """Count 2 FLOPs for each multiply-add. Grouped products have R rows in all, so one factor has no group."""
     first, second = [value for value in args if isinstance(value, Tensor) and value.dim() >= 2][-2:]
     if first.dim() == second.dim() == 2 and result.dim() == 3:  # [A, R] x [R, Z] by groups of R -> [E, A, Z]
         return 2.0 * first.shape[0] * first.shape[1] * second.shape[1]
@@ -376,12 +376,12 @@ def _product_flops(args: tuple[Any, ...], result: Tensor) -> float:
 
 
 def _grouped_factors(first: Tensor, second: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors as `grouped_mm` takes them: rows with gradients have the rows of the first one transposed."""
+    """Order the factors as `grouped_mm` takes them: rows with gradients have the rows of the first one transposed."""
     return (first, second) if second.dim() == 3 else (first.T, second)
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the FLOPs of causal pairs inside the window, of sequences that are one document each.
+    """Count the FLOPs of causal pairs inside the window, of sequences that are one document each.
 
     The kernel skips all other blocks. Its backward recomputes the scores and makes four products: 2.5 forwards.
     """

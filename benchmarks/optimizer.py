@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def wall_and_cpu_s(update: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds that an update takes, and those of processors: waiting for others is not in the second."""
+    """Measure the seconds that an update takes, and those of processors: waiting for others is not in the second."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     update()
     return time.perf_counter() - start_s, time.process_time() - start_cpu_s
@@ -137,7 +137,7 @@ def fused_with_casts(start: Tensor, gradient: Tensor) -> Callable[[], None]:
 
 
 def distances_from_float64(num_steps: int) -> dict[str, float]:
-    """Return the 2-norms of the weights' distance from AdamW in float64 after steps on the same bf16 gradients."""
+    """Measure the 2-norms of the weights' distance from AdamW in float64 after steps on the same bf16 gradients."""
     start = torch.randn(ACCURACY_PARAMETERS, generator=torch.Generator().manual_seed(1))
     torchs, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
     optimizers = [torch.optim.AdamW([parameter], **HYPER, foreach=False) for parameter in (torchs, exact)]

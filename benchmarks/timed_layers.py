@@ -141,13 +141,13 @@ def timed_model(
 
 
 def empty_micro_batches(count: int) -> list[MicroBatch]:
-    """Return micro-batches of one sequence of two tokens."""
+    """Make micro-batches of one sequence of two tokens."""
     zeros = torch.zeros(1, 2, dtype=torch.int64)
     return [MicroBatch(zeros, zeros, zeros, zeros)] * count
 
 
 def block_costs(num_blocks: int, scale: float = 1.0) -> Costs:
-    """Return equal blocks and a head, as the planner's costs. All times are multiplied by `scale`."""
+    """Make equal blocks and a head, as the planner's costs. All times are multiplied by `scale`."""
     sizes = [1.0] * num_blocks + [HEAD_BLOCKS]
     return Costs(
         tuple(
@@ -163,7 +163,7 @@ def block_costs(num_blocks: int, scale: float = 1.0) -> Costs:
 
 
 def with_updates(costs: Costs, update_s: Sequence[float]) -> Costs:
-    """Return the same layers with these seconds of the optimizer for each."""
+    """Give the same layers these seconds of the optimizer for each."""
     layers = (replace(c, optimizer_s=s) for c, s in zip(costs.layers, update_s, strict=True))
     return Costs(tuple(layers), costs.hop_s)
 

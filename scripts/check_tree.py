@@ -93,12 +93,11 @@ class Source:
 
     @property
     def module(self) -> str:
-        """Return the dotted name under which the file is imported."""
         return self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
     @property
     def room(self) -> str:
-        """Return the package or module below `torchround` that the file belongs to; empty for other files."""
+        """Find the package or module below `torchround` that the file belongs to; empty for other files."""
         parts = self.name.split("/")
         return parts[1].removesuffix(".py") if parts[0] == "torchround" else ""
 

@@ -151,7 +151,7 @@ def saved(run: Path) -> Iterator[tuple[str, Any]]:
 
 
 def joined(name: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of a checkpoint, or the fp32 weight whose upper half it is if `tensors` has the residual too."""
+    """Take a tensor of a checkpoint, or the fp32 weight whose upper half it is if `tensors` has the residual too."""
     kind, _, parameter = name.partition("/")
     residual = tensors.get(RESIDUAL + parameter)
     if kind != "weights" or residual is None:
@@ -161,7 +161,7 @@ def joined(name: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) ->
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return dtype, shape and a checksum of a tensor's bytes."""
+    """Write dtype, shape and a checksum of a tensor's bytes."""
     content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 

@@ -129,7 +129,7 @@ def predicted_s(name: str, rates: Rates, update: str, devices: int) -> float:
 
 
 def rows(names: Sequence[str] = tuple(MODELS)) -> list[tuple[str, Rates, list[float], list[float]]]:
-    """Return for each model the rates without it, its layers' seconds over measured, and its tokens/s over measured."""
+    """Fit for each model the rates without it, its layers' seconds over measured, and its tokens/s over measured."""
     found = []
     for name in names:
         model, rates = published_models()[name], fitted([other for other in MODELS if other != name])
@@ -148,7 +148,7 @@ def _times(costs: Costs) -> list[float]:
 
 
 def _as_measured(model: Published) -> Costs:
-    """Return the published times for micro-batches of a published step."""
+    """Take the published times for micro-batches of a published step."""
     costs = published_costs(CONFIGS[model.index])
     scale = BATCHES[model.index] / MICRO_BATCHES / LAYER_BATCH
     layers = tuple(layer.timed(scale * layer.forward_s, scale * layer.backward_s) for layer in costs.layers)

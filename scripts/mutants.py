@@ -170,7 +170,7 @@ def run(called: Path, results: Path, seed: int, count: int, options: list[str]) 
 
 
 def _found_by(fault: Fault, names: list[str], options: list[str]) -> str:
-    """Return the first test that fails, or how the run ended otherwise; empty if all pass."""
+    """Find the first test that fails, or how the run ended otherwise; empty if all pass."""
     path = ROOT / fault.path
     before = path.read_bytes()
     names_file = ROOT / ".mutant_tests"

@@ -118,12 +118,11 @@ def tables_in(page: str) -> list[str]:
 
 
 def table_in(page: str, name: str) -> str:
-    """Return a table as the page shows it."""
     return page.partition(f"<!-- table {name} -->\n")[2].partition("\n<!-- end -->")[0]
 
 
 def with_table(page: str, name: str, table: str) -> str:
-    """Return the page with another table between the markers."""
+    """Put another table between the markers of a page."""
     before, marker, rest = page.partition(f"<!-- table {name} -->\n")
     _, end, after = rest.partition("<!-- end -->")
     if not marker or not end:
@@ -280,7 +279,7 @@ def bounded_table() -> str:
 
 
 def asked(model: int, card: str, overrides: Sequence[str] = ()) -> RunQuestion:
-    """Return the planner's question for one of the paper's configs on eight cards, with counted times."""
+    """Ask the planner's question for one of the paper's configs on eight cards, with counted times."""
     config = ["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml")]
     machine = [
         f"--machines.card={card}",
@@ -292,7 +291,7 @@ def asked(model: int, card: str, overrides: Sequence[str] = ()) -> RunQuestion:
 
 
 def counted(model: int, card: str) -> RunQuestion:
-    """Return the same question for a comparison of schedules.
+    """Ask the same question for a comparison of schedules.
 
     Nothing is kept for backward stages, so that the modes are compared with all that they recompute. Launches are left out:
     their seconds are those of a slow core of the host, which would hide the schedule. The host's memory has no limit.
@@ -324,7 +323,7 @@ def machines_table() -> str:
 
 
 def machines_cell(question: RunQuestion, plan: Plan, count: int) -> str:
-    """Return a cell of `machines_table`; one figure if there is nothing to exchange."""
+    """Write a cell of `machines_table`; one figure if there is nothing to exchange."""
     grown = replace(question, global_batch_size=count * question.global_batch_size).on_machines(count)
     rates = [machine_report.usable_bytes_per_s(gbit) for gbit in GBIT_PER_S]
     tokens = grown.global_batch_size * grown.seq_len

@@ -32,11 +32,10 @@ sys.path.insert(0, str(ROOT))
 from tests.support.processes import Child, Processes
 from tests.support.small_run import SmallRuns
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
-from torchround.checkpoint.folders import checkpoint_name
+from torchround.checkpoint.folders import RUN_SUBFOLDER, checkpoint_name
 from torchround.run.early_end import STOP_SIGNALS
 
 STEPS = 12
-SAVED = rf"^saved \S+{checkpoint_name(0).replace('0', '([0-9]+)')} "
 HUNG_AFTER_S = 300.0  # a start takes a second
 MODES: dict[str, tuple[str, ...]] = {
     "sync": (),
@@ -103,7 +102,7 @@ class Soak:
 
     def _until_complete(self, runs: SmallRuns, moment: random.Random, arguments: list[str]) -> Iterator[str]:
         """Start the run again and again, on any number of devices, and leave the last start alone. Yields troubles."""
-        checkpoints, damaged = runs.path("run") / "checkpoints", set[int]()
+        checkpoints, damaged = runs.path("run") / RUN_SUBFOLDER, set[int]()
         reached = newest(checkpoints, damaged)
         for trouble in [*moment.choices(TROUBLES, k=moment.randint(1, 6)), "none"]:
             if trouble == "damaged file" and len(Checkpointer(checkpoints).checkpoints()) > 1:
@@ -122,7 +121,7 @@ class Soak:
             resumed = re.search(r"^resuming after step (\d+) ", text, re.MULTILINE)
             require(resumed is None or int(resumed[1]) == reached, f"step {reached} was saved before", text)
             before, reached = reached, newest(checkpoints, damaged)
-            announced = [int(step) for step in re.findall(SAVED, text, re.MULTILINE)]
+            announced = [step for step in range(STEPS + 1) if f"/{checkpoint_name(step)} (" in text]
             require(reached >= max([before, *announced]), f"step {reached} is the newest that is left", text)
             yield started.trouble
         require(reached == STEPS, f"the run ends at step {reached}", text)
@@ -179,7 +178,7 @@ class Soak:
             self._undisturbed[mode] = alone.path("run")
         shutil.copytree(self._undisturbed[mode], runs.path("undisturbed"))
         try:
-            verify_checkpoint(runs.path("run") / "checkpoints" / checkpoint_name(STEPS))
+            verify_checkpoint(runs.path("run") / RUN_SUBFOLDER / checkpoint_name(STEPS))
             runs.assert_same("run", "undisturbed", step=STEPS)
         # Missing or broken metrics raise other errors than a comparison that fails.
         except (AssertionError, CheckpointError, OSError, KeyError, ValueError) as error:
@@ -222,7 +221,7 @@ def damage(checkpoint: Path, moment: random.Random) -> None:
 
 
 def newest(checkpoints: Path, damaged: set[int]) -> int:
-    """Return the newest step whose checkpoint verifies, or 0 without a checkpoint.
+    """Find the newest step whose checkpoint verifies, or 0 without a checkpoint.
 
     Raises `SoakError` for an unsound checkpoint that this script has not `damaged` itself.
     """

@@ -38,6 +38,10 @@ def test_the_host_has_no_special_kernel():
         assert shares_kv_heads_under_mask(device)
 
 
+def test_a_kind_that_was_not_measured_gets_the_plain_way():
+    assert not any(map(shares_kv_heads_under_mask, known_kinds()))
+
+
 def test_models_on_meta_choose_as_on_another_kind_inside_the_context_only():
     with as_if_on(PLANNED_KIND):
         assert is_accelerator("meta") and not is_accelerator("cpu")

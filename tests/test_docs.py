@@ -112,6 +112,19 @@ def test_an_example_in_python_runs(block, clone):
     run(["-c", block.text], clone)
 
 
+@pytest.mark.documented
+def test_the_examples_of_what_a_user_adds_are_typed(tmp_path):
+    """By the rules of pyproject.toml, as the file of a new optimizer or family would be checked."""
+    found = [
+        block for block in blocks("python") if re.search(r"^from torchround\.(models|optim)", block.text, re.MULTILINE)
+    ]
+    assert len(found) >= 2
+    for number, block in enumerate(found):
+        (tmp_path / f"example_{number}.py").write_text(block.text)
+    files = map(str, tmp_path.glob("*.py"))
+    run(["-m", "mypy", *files], ROOT)  # which finds pyproject.toml and the cache there
+
+
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_an_example_in_toml_loads(block, tmp_path):
     (tmp_path / "debug.toml").write_bytes((ROOT / "configs" / "debug.toml").read_bytes())

@@ -40,7 +40,7 @@ class AcceleratorKind:
     # Whether a stream can wait for an event of another device. Otherwise the host waits in its place.
     events_cross_devices = False
     # Whether attention with a mask takes fewer kv heads than query heads without writing all scores to memory.
-    shares_kv_heads_under_mask = True
+    shares_kv_heads_under_mask = False
     # Whether products of float16 matrices can add up in float16.
     adds_in_fp16 = False
     # Whether Inductor writes code for this kind, so that `engine.compile = "auto"` compiles layers.
@@ -66,15 +66,15 @@ class AcceleratorKind:
         return torch.Event(device=device, enable_timing=timed, blocking=not timed)
 
     def free_and_total_bytes(self, index: int) -> tuple[int, int]:
-        """Return the device memory that no process holds, and all that the device has."""
+        """Count the device memory that no process holds, and all that the device has."""
         return torch.accelerator.get_memory_info(index)
 
     def cached_bytes(self, index: int) -> int:
-        """Return the memory that PyTorch's allocator holds for this process although no tensor uses it."""
+        """Count the memory that PyTorch's allocator holds for this process although no tensor uses it."""
         return torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
 
     def peak_bytes(self, index: int) -> int:
-        """Return the most memory that tensors of this process have used at once."""
+        """Measure the most memory that tensors of this process have used at once."""
         return torch.accelerator.max_memory_allocated(index)
 
     def prepare_allocator(self) -> None:
@@ -91,19 +91,23 @@ class AcceleratorKind:
     # Kernels, of all devices of this kind here. If there is none here, the answer is for a machine elsewhere.
 
     def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return whether PyTorch's flash attention by document offsets runs."""
+        """Check whether PyTorch's flash attention by document offsets runs."""
         return False
 
     def has_grouped_products(self, dtype: torch.dtype) -> bool:
-        """Return whether `grouped_mm` takes the offsets of groups on the device."""
+        """Check whether `grouped_mm` takes the offsets of groups on the device."""
         return False
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
-        """Return whether `mm` and `addmm` of matrices of this 16-bit type can give float32 (`out_dtype`)."""
+        """Check whether `mm` and `addmm` of matrices of this 16-bit type can give float32 (`out_dtype`)."""
         return False
 
     def has_triton(self) -> bool:
         return False
+
+
+class HostKind(AcceleratorKind):
+    shares_kv_heads_under_mask = True
 
 
 class CudaKind(AcceleratorKind):
@@ -118,7 +122,6 @@ class CudaKind(AcceleratorKind):
 
     locks_pages = True
     events_cross_devices = True
-    shares_kv_heads_under_mask = False
     adds_in_fp16 = torch.version.hip is None  # AMD's libraries have no such sums
     compiles = True
 
@@ -179,7 +182,7 @@ class CudaKind(AcceleratorKind):
         return self._capability or self._capability_here() or self.ASSUMED_CAPABILITY
 
     def _capability_here(self) -> tuple[int, int] | None:
-        """Return the lowest capability of the cards here, None if there are none."""
+        """Find the lowest capability of the cards here, None if there are none."""
         # Kept, because every layer asks in every micro-batch, and PyTorch takes as long for the answer of a few cards as
         # for the launch of a kernel.
         if self._found is None and (number := self.count()):
@@ -201,7 +204,7 @@ VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"
 
-_HOST = AcceleratorKind("cpu")
+_HOST = HostKind("cpu")
 
 
 def register(kind: AcceleratorKind) -> None:
@@ -210,7 +213,7 @@ def register(kind: AcceleratorKind) -> None:
 
 
 def kind_of(device: str) -> AcceleratorKind:
-    """Return the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
+    """Find the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
     kind = _on_meta().get() if device == "meta" else _registered().get(device)
     return kind or _HOST
 
@@ -220,7 +223,7 @@ def known_kinds() -> list[str]:
 
 
 def present_kind() -> AcceleratorKind | None:
-    """Return the kind of this machine's accelerators, None if it has none that is known here."""
+    """Find the kind of this machine's accelerators, None if it has none that is known here."""
     device = torch.accelerator.current_accelerator(check_available=True)
     kind = None if device is None else _registered().get(device.type)
     return kind if kind is not None and kind.count() else None
@@ -292,7 +295,7 @@ def _constant(function: Asked) -> Asked:
 
 @_constant
 def is_accelerator(device: str) -> bool:
-    """Return whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
+    """Check whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
     return kind_of(device).name != _HOST.name
 
 
@@ -323,7 +326,7 @@ def shares_kv_heads_under_mask(device: str) -> bool:
 
 @cache
 def missing_for_triton(headers: Path | None = None) -> str | None:
-    """Return what Triton lacks here: it compiles small C programs against Python's headers, and calls the card's driver."""
+    """Name what Triton lacks here: it compiles small C programs against Python's headers, and calls the card's driver."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     compiler = os.environ.get("CC")

@@ -65,7 +65,7 @@ class ActivationRecord:
 
 
 def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Return `function(*args)`, the part `name` of a layer, one of `KEEPABLE`.
+    """Call `function(*args)`, the part `name` of a layer, one of `KEEPABLE`.
 
     The result is a tensor or a flat tuple of tensors. Nothing outside of `function` may write into the results of its
     products, because a replay returns the same memory again.
@@ -79,7 +79,10 @@ def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
 
 
 def passing(function: Callable[..., Result], *args: Any) -> Result:
-    """Return `function(*args)`, read only by the next `joined` of the part: not kept. A replay leaves its memory as it is."""
+    """Call `function(*args)`, whose result only the next `joined` of the part reads: it is not kept.
+
+    A replay leaves its memory as it is.
+    """
     mode = None if torch.compiler.is_dynamo_compiling() else _thread.mode
     if mode is None:
         return function(*args)
@@ -125,13 +128,13 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
 
 
 def whole_record(names: Iterable[str]) -> ActivationRecord | None:
-    """Return this thread's record if it has all these parts; a layer of one piece fills it whole, or is recomputed."""
+    """Find this thread's record if it has all these parts; a layer of one piece fills it whole, or is recomputed."""
     active = _thread.active
     return active.record if isinstance(active, _Recording) and active.names.issuperset(names) else None
 
 
 def whole_replay() -> Sequence[Tensor]:
-    """Return and take all tensors that this thread replays, for a layer that is one piece of code; () without a replay."""
+    """Take all tensors that this thread replays, for a layer that is one piece of code; () without a replay."""
     active = _thread.active
     return active.take_all() if isinstance(active, _Replaying) else ()
 
@@ -165,7 +168,7 @@ def without_output() -> Iterator[None]:
 
 
 def output_is_read() -> bool:
-    """Return whether something reads the output of the layer that runs now."""
+    """Check whether something reads the output of the layer that runs now."""
     return torch.compiler.is_dynamo_compiling() or _thread.reads_output
 
 
@@ -204,7 +207,7 @@ def _parts_run_by(mode: "_PartMode") -> Iterator[None]:
 
 
 def _as_leaf(value: Any) -> Any:
-    """Return the same memory as the beginning of a graph, as in the recomputation."""
+    """Make the same memory as the beginning of a graph, as in the recomputation."""
     is_wanted = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if is_wanted else value
 
@@ -365,7 +368,7 @@ def _in_order(tensor: Tensor, order: Order) -> Tensor:
 
 
 def _unused_result(name: str, args: tuple[Any, ...]) -> Tensor | int | None:
-    """Return a result of an attention kernel that is not kept, by its name in PyTorch's schema."""
+    """Make a result of an attention kernel that is not kept, by its name in PyTorch's schema."""
     query, key = args[:2]
     if name.startswith("max_"):
         return cast(int, (query if name == "max_q" else key).shape[-2])

@@ -38,7 +38,7 @@ HFNames = dict[str, HFTensors]
 
 
 def names_in(tensors: HFTensors) -> tuple[str, ...]:
-    """Return the tensors of one parameter, in the order in which its memory holds them."""
+    """List the tensors of one parameter, in the order in which its memory holds them."""
     if isinstance(tensors, str):
         return (tensors,)
     return tuple(name for entry in tensors for name in ((entry,) if isinstance(entry, str) else entry))
@@ -52,7 +52,7 @@ def renamed(tensors: HFTensors, change: Callable[[str], str]) -> HFTensors:
 
 
 def part_shape(tensors: HFTensors, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of each of the tensors that hold a parameter of this shape."""
+    """Find the shape of each of the tensors that hold a parameter of this shape."""
     if isinstance(tensors, str):
         return tuple(shape)
     if isinstance(tensors[0], str):
@@ -90,12 +90,12 @@ class Batch(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
     def rebuild(self) -> Callable[[Sequence[Tensor]], "Batch"]:
-        """Return what makes the same batch from the tensors on a device. It must not refer to this one's tensors."""
+        """Give a function that makes the same batch from the tensors on a device. It must not refer to this one's tensors."""
 
     def for_layer(self, index: int) -> "Batch": ...
 
     def for_training(self, loss_factor: float) -> "Batch":
-        """Return the batch of a forward whose backward follows at once and multiplies the loss by `loss_factor`."""
+        """Make the batch of a forward whose backward follows at once and multiplies the loss by `loss_factor`."""
 
     def num_labels(self) -> int:
         """Count the labels; summed over a step they are the loss divisor."""
@@ -149,7 +149,7 @@ class MicroBatch:
         return self.tokens.shape
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what `make` gives, which the first layer that asks for `key` computes for all layers.
+        """Take what `make` gives, which the first layer that asks for `key` computes for all layers.
 
         For small tensors that follow from the integers and the model's settings. They live as long as the
         micro-batch, which on a device is until the next round. Not for a layer that is being compiled.
@@ -165,7 +165,7 @@ class MicroBatch:
         return {name: getattr(self, name) for name in FACTS}
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
-        """Return the same facts with other tensors, in field order: on another device, or fewer sequences."""
+        """Replace the tensors, in field order: by those on another device, or by fewer sequences. The facts stay."""
         return MicroBatch(*tensors, **self.facts())
 
     def rebuild(self) -> Callable[[Sequence[Tensor]], "MicroBatch"]:
@@ -173,7 +173,7 @@ class MicroBatch:
         return lambda tensors: MicroBatch(*tensors, **facts)
 
     def for_layer(self, index: int) -> "MicroBatch":
-        """Return the micro-batch that layer `index` gets: the same, with a 63-bit dropout seed and a cache of its own."""
+        """Make the micro-batch that layer `index` gets: the same, with a 63-bit dropout seed and a cache of its own."""
         if self.dropout_seed is None and self.cache is None:
             return self
         own = self.dropout_seed
@@ -211,7 +211,7 @@ def most_documents(document_ids: Tensor) -> int | None:
 
 
 def longest_document(document_ids: Tensor) -> int:
-    """Return a bound on the tokens of a document of `[B, T]`, in whole blocks of attention kernels. For host memory."""
+    """Compute a bound on the tokens of a document of `[B, T]`, in whole blocks of attention kernels. For host memory."""
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -261,7 +261,7 @@ class Layer(Protocol):
 
 
 def may_compile(layer: nn.Module, num_tokens: int = 0) -> bool:
-    """Return whether a layer may be compiled for a micro-batch of this size. Without a size: for small ones.
+    """Check whether a layer may be compiled for a micro-batch of this size. Without a size: for small ones.
 
     The head is not, nor is a block that computes in chunks of tokens. They add to their weights' gradients themselves, which
     compiled code cannot.
@@ -302,7 +302,7 @@ class LayeredModel:
         return sum(aligned(part.nbytes) for part in buffers.values())
 
     def stored_shapes(self) -> dict[str, torch.Size]:
-        """Return the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
+        """Find the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
         first: dict[int, tuple[str, torch.Size]] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
             for path, parameter in layer.named_parameters():
@@ -311,7 +311,7 @@ class LayeredModel:
 
 
 def decayed_names(model: LayeredModel) -> frozenset[str]:
-    """Return the names, as in `LayeredModel.stored_shapes`, of the parameters that weight decay applies to.
+    """List the names, as in `LayeredModel.stored_shapes`, of the parameters that weight decay applies to.
 
     These are the matrices, and stacks of them: projections, embeddings, experts. Vectors only shift or scale, so shrinking
     them would not simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count

@@ -148,7 +148,7 @@ class Attention(nn.Module):
     def _workspace_bytes(
         self, batch: int, tokens: int, element_bytes: int, kernel: "AttentionKernel", device: str
     ) -> int:
-        """Return the larger of two moments: rotating in fp32 while the mask is made, or all heads' gradients.
+        """Count the larger of two moments: rotating in fp32 while the mask is made, or all heads' gradients.
 
         The residual stream's gradient takes the place of what the feed-forward's norm kept.
         """
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         return max(making_mask + rotating, gradients)
 
     def _kernel_of_plan(self, tokens: int, element_bytes: int, device: str) -> "AttentionKernel":
-        """Return the kernel for a packed batch, since any batch may be one."""
+        """Choose the kernel for a packed batch, since any batch may be one."""
         dtype = torch.float32 if element_bytes == 4 else torch.bfloat16
         return choose_kernel(device, dtype, self.head_dim, tokens, 2, self.window)
 

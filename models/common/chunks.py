@@ -34,7 +34,7 @@ SLICE_ELEMENTS = 1 << 25
 def in_chunks(
     module: nn.Module, function: Callable[..., Tensor], *inputs: Tensor, is_read: bool = True
 ) -> Tensor:
-    """Return `function(*inputs)`, `[N, D]`, computed for at most `CHUNK_TOKENS` rows at once.
+    """Compute `function(*inputs)`, `[N, D]`, for at most `CHUNK_TOKENS` rows at once.
 
     Each of the inputs is `[N, ...]`, the first one `[N, D]`. A row of the result depends on the same row of each input
     and on the parameters of `module`. With more than one chunk the backward adds to the parameters' `grad`, so
@@ -79,7 +79,7 @@ def work_in_chunks(work_of: Callable[[int], LayerWork], num_tokens: int, row_byt
 
 
 def in_slices(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return `function(*inputs)`, on an accelerator computed for at most `SLICE_ELEMENTS` of the first input at once.
+    """Compute `function(*inputs)`, on an accelerator for at most `SLICE_ELEMENTS` of the first input at once.
 
     Each input and result is `[N, ...]`, and a row of the results depends on the same row of the inputs. So what the function
     holds in fp32 stays small. A compiler gets all rows: it fuses the operations, and holds none of that.
@@ -101,7 +101,7 @@ def in_slices(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> t
 
 
 def elements_at_once(elements: int, device: str, num_tokens: int | None = None) -> int:
-    """Return how many of these elements `in_slices` takes at once on a type of device.
+    """Count how many of these elements `in_slices` takes at once on a type of device.
 
     A block of one chunk may be compiled, and then counts all of them, unless compiled code is known to hold none of them:
     without `num_tokens`.

@@ -1,7 +1,8 @@
 """The layers of a decoder (embedding, blocks, head with the loss), put together from the settings of each block.
 
 A model is a list of `BlockSettings`: the blocks of one model may differ in kind of attention, kind of feed-forward,
-rotary base, norm, activation and the Hugging Face names of their parameters.
+rotary base, norm, activation and the Hugging Face names of their parameters. A kind of your own keeps to `FeedForward` or
+`Norm`; an attention derives from `Attention`. docs/models.md ("Adding a family") has a whole family with one.
 
 Shapes: B sequences, T tokens, D model width, V vocabulary, E experts, L layers.
 """
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +33,55 @@ from torchround.layer import (
 from torchround.models.common import chunks
 from torchround.models.common.attention import Attention
 from torchround.models.common.config import ModelConfigError, TransformerConfig
-from torchround.models.common.feed_forward import GatedMLP, MoE, balance_penalty
+from torchround.models.common.feed_forward import MoE, balance_penalty
 from torchround.models.common.keys_and_values import KeysAndValues
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
-from torchround.models.common.primitives import (
-    RMSNorm,
-    init_embedding_,
-    init_linear_,
-    lookup,
-)
+from torchround.models.common.primitives import init_embedding_, init_linear_, lookup
+
+
+class Norm(Protocol):
+    """A norm over the last dimension: a module of `[B, T, D]` to `[B, T, D]`, built on `meta`. `RMSNorm` is one."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def init_weights(self) -> None: ...
+
+    def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork: ...
+
+
+class FeedForward(Protocol):
+    """A feed-forward: a module of `[B, T, D]` to `[B, T, D]`, built on `meta`. `GatedMLP` and `MoE` are two.
+
+    Linear layers that are a `Projection` take adapters. It has no buffers and no dropout, and waits for no value of a device.
+    """
+
+    def __call__(self, x: Tensor, is_read: bool = True) -> Tensor:
+        """Compute the output. Unless it `is_read`, only its graph counts, and the last product may be left out."""
+
+    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
+        """Fill all parameters in a fixed order; the one that writes to the residual stream is scaled by `output_scale`."""
+
+    def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
+        """Count a micro-batch of `num_tokens` tokens; `kept_linears` counts the linear layers of a part that `keep` names."""
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """One block: how its parts are made, and the names of its parameters in Hugging Face files.
+
+    Each maker takes the width that it works on and returns a part on `meta`; `functools.partial` of the part's class
+    with its settings is one: `partial(Attention, num_heads=8, ..., rope=Rope(10000.0), window=128)`. The norm of the last
+    block is also that of the head.
+
+    `hf_names`: each parameter of the block, such as `mlp.up.weight`, to the tensor, or tensors, below `model.layers.<i>.`.
+    """
+
+    attention: Callable[[int], Attention]
+    feed_forward: Callable[[int], FeedForward]
+    norm: Callable[[int], Norm]
+    hf_names: Mapping[str, HFTensors]
+
 
 # Our parameter of a block to the tensor below `model.layers.<i>.`: the names that all families share.
 ATTENTION_NAMES: Mapping[str, HFTensors] = MappingProxyType(
@@ -60,22 +101,6 @@ GATED_MLP_NAMES: Mapping[str, HFTensors] = MappingProxyType(
         "mlp.down.weight": "mlp.down_proj.weight",
     }
 )
-
-
-@dataclass(frozen=True)
-class BlockSettings:
-    """One block: how its parts are made, and the names of its parameters in Hugging Face files.
-
-    Each maker takes the width that it works on and returns a part on `meta`; `functools.partial` of the part's class
-    with its settings is one: `partial(Attention, num_heads=8, ..., rope=Rope(10000.0), window=128)`.
-
-    `hf_names`: each parameter of the block to the tensor, or tensors, below `model.layers.<i>.`.
-    """
-
-    attention: Callable[[int], Attention]
-    feed_forward: Callable[[int], GatedMLP | MoE]
-    norm: Callable[[int], RMSNorm]
-    hf_names: Mapping[str, HFTensors]
 
 
 def attention_maker(
@@ -211,13 +236,14 @@ class Head(nn.Module):
         self,
         config: TransformerConfig,
         embedding: Embedding,
+        norm: Callable[[int], Norm],
         balance_coefficient: float = 0.0,
         num_loads: int = 0,
     ) -> None:
         super().__init__()
         self.tied = config.tied_embeddings
         self.balance_coefficient, self.num_loads = balance_coefficient, num_loads
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = norm(config.hidden_size)
         shape = (config.vocab_size, config.hidden_size)
         self.weight = embedding.weight if self.tied else nn.Parameter(torch.empty(shape, device="meta"))
 
@@ -234,7 +260,7 @@ class Head(nn.Module):
         return loss + self.balance_coefficient * (penalties * (labels != IGNORED_LABEL).sum(dim=1)).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all logits at once, `[B, T, V]`: for checks and generation, never for training."""
+        """Compute all logits at once, `[B, T, V]`: for checks and generation, never for training."""
         return F.linear(self.norm(hidden), self.weight)
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -260,8 +286,8 @@ class Head(nn.Module):
 def assemble(config: TransformerConfig, blocks: Sequence[BlockSettings]) -> LayeredModel:
     """Build the layers `embedding`, `block.0` .., `head`, on `meta`: no memory.
 
-    The config gives the residual stream's width, the vocabulary, the tie and the last norm; everything else is each
-    block's own. Raises `ModelConfigError` for blocks with balance penalties that cannot be added up.
+    The config gives the residual stream's width, the vocabulary and the tie; the last block gives the last norm. Everything
+    else is each block's own. Raises `ModelConfigError` for blocks with balance penalties that cannot be added up.
     """
     embedding = Embedding(config)
     layers = [Block(settings, config.hidden_size, len(blocks)) for settings in blocks]
@@ -279,17 +305,17 @@ def assemble(config: TransformerConfig, blocks: Sequence[BlockSettings]) -> Laye
     for block in layers:
         num_loads += isinstance(block.mlp, MoE) and block.mlp.shape.balance_coefficient > 0
         block.load_experts = num_experts if num_loads else 0
-    head = Head(config, embedding, coefficient, num_loads)
+    head = Head(config, embedding, blocks[-1].norm, coefficient, num_loads)
     names = ("embedding", *(f"block.{index}" for index in range(len(blocks))), "head")
     return LayeredModel(names, (embedding, *layers, head))
 
 
 def decoder_names(config: TransformerConfig, blocks: Sequence[BlockSettings]) -> HFNames:
     """Map every stored parameter to its tensors. A tied head has no entry: the embedding stores it."""
-    names: HFNames = {
-        "embedding.weight": "model.embed_tokens.weight",
-        "head.norm.weight": "model.norm.weight",
-    }
+    names: HFNames = {"embedding.weight": "model.embed_tokens.weight"}
+    last_norm = blocks[-1].norm(config.hidden_size)
+    assert isinstance(last_norm, nn.Module), "a part is a module"
+    names |= {f"head.norm.{name}": f"model.norm.{name}" for name, _ in last_norm.named_parameters()}
     if not config.tied_embeddings:
         names["head.weight"] = "lm_head.weight"
     for index, settings in enumerate(blocks):

@@ -101,7 +101,7 @@ class Family(Generic[Config]):
     def config_from_shape(
         self, shape: Mapping[str, Any], flavor: str | None = None, vocab_size: int | None = None
     ) -> Config:
-        """Return the config of a flavor with `shape` in it, or of `shape` alone.
+        """Make the config of a flavor with `shape` in it, or of `shape` alone.
 
         The keys are those of `TransformerConfig` but `rope`, and `rope_theta`; in a family with experts `num_experts`,
         `num_chosen` and `balance_coefficient`; `window` in a family that has one. `vocab_size` is the tokenizer's, used
@@ -177,7 +177,7 @@ class HFConfig:
             self.expect(key, value)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        """Return the value of `key`, of type `kind`. An absent or null key gives `default`; without one, an error."""
+        """Read the value of `key`, of type `kind`. An absent or null key gives `default`; without one, an error."""
         value = self.content.get(key)
         if value is None:
             if default is ...:
@@ -200,7 +200,7 @@ class HFConfig:
             raise ModelConfigError(f"config.json: {key} = {value!r} is not supported, only {wanted}")
 
     def rope(self, usual_theta: float, *rope_types: str) -> Rope:
-        """Return the RoPE settings, whose `rope_type` has to be one of `rope_types`.
+        """Read the RoPE settings, whose `rope_type` has to be one of `rope_types`.
 
         Current files hold them in `rope_parameters`; older ones in `rope_theta` and `rope_scaling`.
         """
@@ -222,7 +222,7 @@ class HFConfig:
         return Rope(theta, scaling(**found))
 
     def mixture(self, keys: Mapping[str, Sequence[str]], **settings: Any) -> MoEShape:
-        """Return the mixture. `keys` are a family's keys for fields of `MoEShape`, the one that is written first.
+        """Read the mixture. `keys` are a family's keys for fields of `MoEShape`, the one that is written first.
 
         The balance loss is on if the file turns it on, as `transformers` reads it.
         """
@@ -234,7 +234,7 @@ class HFConfig:
         return MoEShape(**settings)
 
     def transformer_fields(self) -> dict[str, Any]:
-        """Return the fields of `TransformerConfig` but `rope`."""
+        """Read the fields of `TransformerConfig` but `rope`."""
         found = {"norm_eps": self.number("rms_norm_eps")}
         found["tied_embeddings"] = self.get("tie_word_embeddings", bool, False)
         for name in (*SIZES, "max_positions"):
@@ -252,7 +252,7 @@ class HFConfig:
 
 
 def transformer_content(config: TransformerConfig) -> dict[str, Any]:
-    """Return the keys that `HFConfig.transformer_fields` and `HFConfig.rope` read."""
+    """Write the keys that `HFConfig.transformer_fields` and `HFConfig.rope` read."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope.theta}
     if (scaling := config.rope.scaling) is not None:
         rope["rope_type"] = next(name for name, kind in SCALINGS.items() if isinstance(scaling, kind))
@@ -262,7 +262,7 @@ def transformer_content(config: TransformerConfig) -> dict[str, Any]:
 
 
 def mixture_content(moe: MoEShape, keys: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the keys that `HFConfig.mixture` reads."""
+    """Write the keys that `HFConfig.mixture` reads."""
     return {
         **{legal[0]: getattr(moe, name) for name, legal in keys.items()},
         "output_router_logits": moe.balance_coefficient > 0,

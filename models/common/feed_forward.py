@@ -37,7 +37,7 @@ class GatedMLP(nn.Module):
         self.down = Projection(ffn_size, hidden_size)
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """Return the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
+        """Compute the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
         return in_chunks(self, self._mix, x.flatten(0, -2), is_read=is_read).view_as(x)
 
     def _mix(self, x: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ class MoE(nn.Module):
         self.experts = make_experts(hidden_size, shape.num_experts, shape.ffn_size)
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """Return the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
+        """Compute the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
         return self._mix_all(x, *self._choose(self._route(x)), is_read)
 
     def forward_with_load(self, x: Tensor, is_read: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the output as `forward` does, and the load `[B, 2, E]` fp32 of `expert_load`."""
+        """Compute the output as `forward` does, and the load `[B, 2, E]` fp32 of `expert_load`."""
         probabilities = self._route(x)
         weights, chosen = self._choose(probabilities)
         return self._mix_all(x, weights, chosen, is_read), expert_load(probabilities, chosen)
@@ -182,7 +182,7 @@ def expert_load(probabilities: Tensor, chosen: Tensor) -> Tensor:
 
 
 def balance_penalty(load: Tensor, num_tokens: int) -> Tensor:
-    """Return each sequence's penalty `[B]`: `E sum_e (share of tokens that chose e) (mean probability of e)`.
+    """Compute each sequence's penalty `[B]`: `E sum_e (share of tokens that chose e) (mean probability of e)`.
 
     Switch Transformer (arXiv 2101.03961), equations 4 to 6. `load [B, 2, E]` is summed over layers, and
     `num_tokens` counts a sequence's tokens once per layer. Perfect balance gives k. The penalty is one of

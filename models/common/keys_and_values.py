@@ -52,7 +52,7 @@ class KeysAndValues:
 
 
 def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype, once: Once) -> Tensor:
-    """Return `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
+    """Make the mask `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
 
     `positions [B, T]` say how many tokens of its document come before each of them; only padding comes before
     those. With a `window` a token sees itself and the `window - 1` before it. All blocks of the same window share one
@@ -72,7 +72,7 @@ def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.d
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 for allowed pairs `[B, 1, T, S]`, else -inf, in rows padded to 16 elements, as CUDA kernels want them."""
+    """Write 0 for allowed pairs `[B, 1, T, S]`, else -inf, in rows padded to 16 elements, as CUDA kernels want them."""
     *rows, length = allowed.shape
     mask = torch.zeros((*rows, length + -length % 16), dtype=dtype, device=allowed.device)[..., :length]
     return mask.masked_fill_(~allowed, -torch.inf)

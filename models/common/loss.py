@@ -78,7 +78,7 @@ def fused_loss_sum(
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Return the tokens of one chunk: the largest power of two whose fp32 logits fit `CHUNK_BYTES`, at least 16.
+    """Count the tokens of one chunk: the largest power of two whose fp32 logits fit `CHUNK_BYTES`, at least 16.
 
     It depends on V alone, so the order of additions does not depend on the micro-batch.
     """
@@ -86,7 +86,7 @@ def chunk_tokens(vocab_size: int) -> int:
 
 
 def accelerator_chunk_tokens(vocab_size: int, element_bytes: int) -> int:
-    """Return the tokens of one chunk on an accelerator: the most whose logits fit `ACCELERATOR_CHUNK_BYTES`."""
+    """Count the tokens of one chunk on an accelerator: the most whose logits fit `ACCELERATOR_CHUNK_BYTES`."""
     fitting = ACCELERATOR_CHUNK_BYTES // (element_bytes * vocab_size)
     return max(1, fitting // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
 
@@ -119,7 +119,7 @@ Compute = Callable[[Sequence[bool], float], tuple[Tensor, Gradients]]
 
 
 def loss_with_gradients(compute: Compute, loss_factor: float | None, *tensors: Tensor) -> Tensor:
-    """Return the loss `[]` of `compute`, which makes the gradients for `tensors` in the forward.
+    """Compute the loss `[]`, and in the same forward the gradients for `tensors`.
 
     `compute` is a `partial`: after a fault, tensors in a closure would stay on the device. May be differentiated once. With a `loss_factor` gradients are scaled where they are made: a pass over the finished ones
     would cost as much as adding a chunk, and unscaled ones are too small for float16.

@@ -34,7 +34,7 @@ class Documents(NamedTuple):
 
 
 def document_offsets(document_ids: Tensor, max_documents: int) -> Tensor:
-    """Return the first token of each document of `[B, T]` in flat order, and N: int32 `[B max_documents + 1]`.
+    """Find the first token of each document of `[B, T]` in flat order, and N: int32 `[B max_documents + 1]`.
 
     The list has a fixed length, so that no device has to be asked for the number of documents. Its unused rest is N:
     documents without tokens.
@@ -128,7 +128,7 @@ def _backward(
     log_sums: Tensor,
     random_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
+    """Compute the gradients of query, key and value.
 
     The kernel's scratch grows with the number of documents. So a call takes a part of them, and writes the gradients of
     their tokens alone.
@@ -191,7 +191,7 @@ def _backward_shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tupl
 def _forward_kernel(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output `[N, H, C]`, the fp32 log-sum-exp `[H, N]`, and the (unused) state of dropout."""
+    """Compute the output `[N, H, C]`, the fp32 log-sum-exp `[H, N]`, and the (unused) state of dropout."""
     output, log_sums, random_state, _, _ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -210,7 +210,7 @@ def _forward_kernel(
 
 
 def documents_at_once(tokens: int) -> int:
-    """Return how many documents one call of the backward kernel takes in a batch of N tokens."""
+    """Count how many documents one call of the backward kernel takes in a batch of N tokens."""
     return max(1, tokens // KERNEL_BLOCK)
 
 
@@ -263,5 +263,5 @@ def _backward_kernel(
 
 
 def _left(window: int | None) -> int:
-    """Return how many tokens before itself a token sees; to the kernel -1 means all of them."""
+    """Count how many tokens before itself a token sees; to the kernel -1 means all of them."""
     return -1 if window is None else window - 1

@@ -85,7 +85,7 @@ def _norm(weight: Tensor, eps: float, x: Tensor) -> tuple[Tensor, Tensor]:
 def _differentiate_norm(
     weight: Tensor, sums: list[Tensor] | None, grad: Tensor, x: Tensor, scale: Tensor
 ) -> tuple[Tensor]:
-    """Return the gradient of `x [N, D]`, and append the weight's, `[D]`, to `sums` if it is wanted."""
+    """Compute the gradient of `x [N, D]`, and append the weight's, `[D]`, to `sums` if it is wanted."""
     wide, normed = grad.float(), x.float() * scale
     if sums is not None:
         sums.append((wide * normed).sum(dim=0))
@@ -126,7 +126,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated_product(gate: Tensor, up: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return `silu(gate) * up`, elementwise, times `weights [N]` if given (one fp32 number per row of `[N, F]`).
+    """Compute `silu(gate) * up`, elementwise, times `weights [N]` if given (one fp32 number per row of `[N, F]`).
 
     This is SwiGLU (Shazeer, arXiv 2002.05202). The backward keeps the inputs and recomputes the activation: `6 B T F` bytes
     of a 16-bit block (RoundPipe appendix B.1) instead of `8 B T F`.
@@ -153,7 +153,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def lookup(table: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of `table [V, D]` at `index [...]`, `[..., D]`, with a gradient that adds up in fp32.
+    """Take the rows of `table [V, D]` at `index [...]`, `[..., D]`, with a gradient that adds up in fp32.
 
     In bf16 the sum for a row that is used 256 times would stop growing.
     """

@@ -53,7 +53,7 @@ class Rope:
     scaling: Llama3Scaling | YarnScaling | None = None
 
     def known_positions(self, stated: int) -> int:
-        """Return the longest document, in tokens, of a model whose config states `stated` positions.
+        """Find the longest document, in tokens, of a model whose config states `stated` positions.
 
         A scaling multiplies the original positions by its factor. Releases of Llama state the product or less. With YaRN,
         some state the original positions, or a little more.
@@ -78,14 +78,14 @@ class Rope:
 
 
 def rotation(rope: Rope, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines `[B, T, 1, C / 2]` fp32 for positions `[B, T]`."""
+    """Compute cosines and sines `[B, T, 1, C / 2]` fp32 for positions `[B, T]`."""
     # [B, T, 1, 1] x [C / 2] -> [B, T, 1, C / 2]; the 1 stands for all heads.
     angles = positions[..., None, None].float() * inverse_frequencies(rope, head_dim, positions.device)
     return angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    """Return the radians per token of each channel pair, `[C / 2]` fp32."""
+    """Compute the radians per token of each channel pair, `[C / 2]` fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if isinstance(rope.scaling, Llama3Scaling):
@@ -105,7 +105,7 @@ def _stretch_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _stretch_yarn(frequencies: Tensor, scaling: YarnScaling, theta: float, head_dim: int) -> Tensor:
     def pair_with(turns: float) -> float:
-        """Return the (fractional) index of the pair that turns so often within the original positions."""
+        """Compute the (fractional) index of the pair that turns so often within the original positions."""
         return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)

@@ -25,13 +25,13 @@ def attend_with_sinks(
 
 
 def add_sinks(log_sums: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the share that each output keeps, and the log-sum-exp with the sink. All fp32; `scores` must broadcast."""
+    """Compute the share that each output keeps, and the log-sum-exp with the sink. All fp32; `scores` must broadcast."""
     with_sinks = torch.logaddexp(log_sums, scores)
     return (log_sums - with_sinks).exp(), with_sinks
 
 
 def sink_gradient(moved: Tensor, log_sums: Tensor, scores: Tensor) -> Tensor:
-    """Return each query's part of a sink's gradient. `moved` is grad times output, summed over C; `log_sums` has the sink."""
+    """Compute each query's part of a sink's gradient. `moved` is grad times output, summed over C; `log_sums` has the sink."""
     return -((scores - log_sums).exp() * moved)
 
 
@@ -57,7 +57,7 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _forward_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output `[B, H, T, C]` and the fp32 log-sum-exp `[B, H, >= T]`."""
+    """Compute the output `[B, H, T, C]` and the fp32 log-sum-exp `[B, H, >= T]`."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask is None, attn_mask=mask

@@ -16,7 +16,7 @@ from torchround.accelerators import deterministic_operations, present_kind
 
 # Files whose tests need more than the engine does: whole commands, and another library's texts. They are left out where
 # that is not installed, so that scripts/gpu_check.sh runs on a bare machine.
-COMMANDS = ("jinja2", "tokenizers", "torchdata")
+COMMANDS = ("jinja2", "safetensors", "tokenizers", "torchdata")
 NEEDS = {
     "test_default_run.py": COMMANDS,
     "test_found_devices.py": COMMANDS,

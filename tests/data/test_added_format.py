@@ -1,20 +1,18 @@
-"""A format that a user's module reads."""
+"""A format that a user's module reads: the one of docs/data.md ("Adding a format")."""
 
 import pytest
 
 from tests.support.batch_contents import texts_of
+from tests.support.pages import example_text
 from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.document_types import DataFileError
 from torchround.data.formats.streams import open_source
 from torchround.data.shuffling import EpochKey
 
-MODULE = """
-def read(path):
-    for paragraph in path.read_text().split("\\n\\n"):
-        if paragraph == "broken":
+MODULE = example_text("docs/data.md", "def read(path)")
+BREAKS = """        if paragraph == "broken":
             raise ValueError("no such paragraph")
-        yield {"text": paragraph}
 """
 
 
@@ -34,11 +32,12 @@ def test_every_record_of_every_file_is_read_once_in_each_pass(source):
 
 
 def test_an_exception_of_the_module_is_an_error_of_its_file_and_names_the_record(source, tmp_path):
+    (tmp_path / "broken.py").write_text(MODULE.replace("        yield", f"{BREAKS}        yield"))
     (tmp_path / "1.txt").write_text("good\n\nbroken\n\nunread")
     with pytest.raises(
         DataFileError, match=r"1.txt, record 2: cannot be read from here on: ValueError: no such paragraph"
     ):
-        texts_of(source())
+        texts_of(source(module="broken"))
 
 
 def test_a_module_without_the_function_is_one_message(source):

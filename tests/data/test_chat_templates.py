@@ -97,6 +97,33 @@ def test_messages_that_a_template_joins_cannot_have_different_weights(chat_token
         template(Conversation((question("one"), answer("two"), answer("three", weight=0))))
 
 
+DROPS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
+    "{% elif loop.last or messages[loop.index].role != m.role %}"
+    "{% for text in [m.thinking, m.content, m.tool_calls and m.tool_calls[0].function.name] if text %}"
+    "<|start|>assistant<|message|>{{ text }}<|end|>{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (answer("draft", weight=0), answer("It rains.", thinking="Hm.")),
+        (answer("draft", weight=0), answer("It rains.", tool_calls=[call("weather")])),
+        (answer("", tool_calls=[call("weather")], weight=0), answer("It rains.", tool_calls=[call("other")])),
+    ],
+)
+def test_a_template_that_drops_a_message_and_splits_the_next_one_does_not_swap_their_weights(
+    chat_tokenizers, first, second
+):
+    """Found in review: as many sections as messages were taken for the messages, so a thought had the draft's weight."""
+    template = with_templates(chat_tokenizers["gpt_oss"], DROPS)
+    assert learnt(template, [question("one"), second])
+    with pytest.raises(DataError, match="does not write each message of the assistant as a turn of its own"):
+        template(Conversation((question("one"), first, second)))
+
+
 # Reasoning.
 
 

@@ -1,27 +1,71 @@
-"""A family that a user's own module adds: trained, resumed and exported by its name."""
+"""A family that a user's own module adds: the one of docs/models.md ("Adding a family"), with a block of its own."""
 
 import sys
-
-import pytest
-
-from tests.support.small_run import SmallRuns, small_runs  # noqa: F401  (a fixture)
-from torchround.checkpoint.folders import checkpoint_name
-from torchround.commands import export_hf, try_model
-
-MODULE = """
 from dataclasses import replace
 
-from torchround.models import OWN_FAMILIES
+import pytest
+import torch
+from torch import nn
 
-FAMILIES = (replace(OWN_FAMILIES["llama3"], name="mine"),)
-"""
-MINE = ("--model.module=my_family", "--model.family=mine", "--model.flavor=debug", "--engine.plan=none")
+from tests.support import transformers_loop
+from tests.support.pages import example, example_text
+from tests.support.small_run import SmallRuns, small_runs  # noqa: F401  (a fixture)
+from tests.support.toy_decoders import toy_config, toy_decoder
+from torchround.checkpoint.folders import checkpoint_name
+from torchround.commands import export_hf, try_model
+from torchround.layer import LayerWork
+from torchround.planning.partition import Partition
+
+PAGE = "docs/models.md", "class SquaredReLU"
+MINE = ("--model.module=my_family", "--model.family=arcee", "--model.flavor=debug", "--engine.plan=none")
+
+
+@pytest.fixture
+def arcee():
+    return example(*PAGE).ARCEE
+
+
+class LayerNorm(nn.LayerNorm):
+    """A norm with a bias, by the protocol of norms."""
+
+    def __init__(self, size):
+        super().__init__(size, device="meta")
+
+    def init_weights(self):
+        with torch.no_grad():
+            self.weight.fill_(1.0)
+            self.bias.fill_(0.5)
+
+    def work(self, num_tokens, element_bytes, device=""):
+        return LayerWork(activation_bytes=2 * num_tokens * self.weight.numel() * element_bytes)
+
+
+def test_it_computes_what_transformers_computes(arcee, tools, monkeypatch):
+    monkeypatch.setattr(transformers_loop, "FAMILIES", {"arcee": arcee})
+    pair = transformers_loop.pair_of(
+        tools, toy_decoder(toy_config("arcee", intermediate_size=52, pad_token_id=None)), "arcee"
+    )
+    transformers_loop.compare(pair)
+    assert arcee.config_from_hf(arcee.config_to_hf(pair.config)) == pair.config
+    assert pair.names.keys() == tools.stored_parameters(pair.ours).keys()
+
+
+def test_the_engine_trains_it_as_a_plain_loop_does_with_another_norm_too(arcee, train_as_a_loop):
+    def with_another_norm(config):
+        return [replace(block, norm=LayerNorm) for block in arcee.blocks(config)]
+
+    config = arcee.config_from_flavor("debug", num_layers=2, hidden_size=16, head_dim=4, ffn_size=24, vocab_size=50)
+    for family in (arcee, replace(arcee, blocks=with_another_norm)):
+        train_as_a_loop(family.build(config), Partition((2,), 2, (2,)), [[[3, 5]], [[8]]])
+    model = family.build(config)
+    assert isinstance(model.layers[-1].norm, LayerNorm)
+    assert family.hf_names(config)["head.norm.bias"] == "model.norm.bias"
 
 
 @pytest.fixture
 def runs(small_runs, monkeypatch):  # noqa: F811
     monkeypatch.syspath_prepend(str(small_runs.folder))
-    (small_runs.folder / "my_family.py").write_text(MODULE)
+    (small_runs.folder / "my_family.py").write_text(example_text(*PAGE))
     return small_runs
 
 

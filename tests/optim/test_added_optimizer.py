@@ -1,75 +1,27 @@
-"""An optimizer that a program adds: Lion, as a table, a rule and an optimizer in this file alone.
+"""An optimizer that a program adds: Lion, as docs/optimizers.md ("Add an optimizer") writes it.
 
 It is trained through the config, the engine, checkpoints and a resume. Source: Chen et al., arXiv 2302.06675.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import pytest
 import torch
 
+from tests.support.pages import example
 from tests.support.reference import Reference
 from tests.support.small_run import ASYNC, PREDICT, SmallRuns, small_runs  # noqa: F401  (a fixture)
 from tests.support.toy import MAX_NORM, toy_batches, toy_model, toy_store, train
-from torchround.config.key_types import Beta, Pair
-from torchround.config.optimizer_tables import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.optim import Optimizer, StateValue, UpdateRule, make_optimizer
+from torchround.optim import make_optimizer
 from torchround.planning.partition import Partition
 
-LION = "--optimizer.name=our-lion"
+LionTable = example("docs/optimizers.md", "class LionTable").LionTable
+
+LION = "--optimizer.name=lion"
 COMPACT = "--optimizer.state=compact"
 NIGHT = pytest.mark.nightly
 BF16 = "--training.dtype=bfloat16"
-
-
-class LionTable(OptimizerTable):
-    """Lion: the sign of a momentum."""
-
-    name: Literal["our-lion"] = "our-lion"
-    """Optimizer."""
-
-    betas: Pair[Beta] = (0.9, 0.99)
-    """Share of the momentum in a step, and decay rate of the momentum."""
-
-
-@dataclass(frozen=True)
-class LionRule(UpdateRule):
-    """Lion of one weight decay."""
-
-    betas: tuple[float, float]
-    weight_decay: float
-
-    values = (StateValue("our_momentum"),)
-
-    def numbers(self, lr, update, gradient_scale):
-        """Return what `new_values` multiplies by."""
-        in_step, in_momentum = self.betas
-        return (
-            *(gradient_scale, in_step, 1 - in_step),
-            *(in_momentum, 1 - in_momentum, 1 - lr * self.weight_decay, -lr),
-        )
-
-    def new_values(self, weight, values, gradient, numbers, direction):
-        """Move the weight by the learning rate, up or down."""
-        [momentum], (scale, in_step, new_in_step, kept, added, decay, minus_lr) = values, numbers
-        scaled = gradient * scale
-        step = (momentum * in_step + scaled * new_in_step).sign() * minus_lr
-        return weight * decay + step, (momentum * kept + scaled * added,)
-
-
-class Lion(Optimizer):
-    """Lion for all parameters."""
-
-    table = LionTable
-
-    def rule_of(self, parameter):
-        """Return Lion, without weight decay for vectors."""
-        assert isinstance(self.settings, LionTable)
-        return LionRule(self.settings.betas, self.settings.weight_decay if parameter.is_decayed else 0.0)
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -98,8 +50,8 @@ def test_the_engine_trains_with_it_as_a_plain_loop_does():
     with Engine(model, store, [CpuDevice(0), CpuDevice(1)], partition, optimizer=table, settings=settings) as engine:
         losses = train(engine, batches)
     assert losses == pytest.approx(loop.train(batches), rel=1e-5)
-    momenta = {name for name in store.named_views() if name.startswith("our_momentum/")}
-    assert momenta == {f"our_momentum/{name}" for name in loop.weights}
+    momenta = {name for name in store.named_views() if name.startswith("momentum/")}
+    assert momenta == {f"momentum/{name}" for name in loop.weights}
     assert not any(name.startswith("exp_avg") for name in store.named_views())
 
 
@@ -110,7 +62,7 @@ def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs, flags):  # noqa
     assert small_runs("whole", LION, *flags, "--checkpoint.interval_steps=3") == 0
     assert small_runs.saved("whole") == [3, 5]
     state = small_runs.state("whole")
-    assert any(name.startswith("our_momentum/") for name in state)
+    assert any(name.startswith("momentum/") for name in state)
     folder = small_runs.checkpoint("whole", 3)
     assert small_runs("rest", LION, *flags, f"--checkpoint.load_path={folder}") == 0
     resumed = small_runs.state("rest")

@@ -66,7 +66,6 @@ class Simulator:
 class SimulatedKind(accelerators.AcceleratorKind):
     locks_pages = True
     events_cross_devices = True
-    shares_kv_heads_under_mask = False
 
     def __init__(self, simulator):
         super().__init__(KIND)

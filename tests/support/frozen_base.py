@@ -1,8 +1,7 @@
 """The toy model with frozen layers whose weights stay in a file, and a ring of readers that is small for it."""
 
-from safetensors.torch import save_file
-
 from tests.support.toy import toy_model, toy_store
+from torchround.checkpoint.tensor_file import Unwatched, plan_files, write_tensor_file
 from torchround.engine import buffer_reservation
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker import transfers
@@ -28,7 +27,8 @@ def frozen_model():
 def write_base(path):
     store = toy_store(frozen_model())
     trained = {parameter.name for bundle in store.trained for parameter in bundle.parameters}
-    save_file({name: view.clone() for name, view in store.weights().items() if name not in trained}, path)
+    (file,) = plan_files({name: view for name, view in store.weights().items() if name not in trained})
+    write_tensor_file(path, file, Unwatched())
     return path
 
 

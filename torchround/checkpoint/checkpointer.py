@@ -17,6 +17,9 @@ from torch import Tensor
 
 from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
 from torchround.checkpoint.folders import (
+    FILES_PER_MACHINE,
+    MANIFEST_FILE,
+    STATE_FILE,
     UNFINISHED,
     StepFolders,
     free_bytes_at,
@@ -27,9 +30,6 @@ from torchround.checkpoint.folders import (
 from torchround.checkpoint.loading import Loaded, complete_in, load_checkpoint
 from torchround.checkpoint.machine_team import MachineTeam
 from torchround.checkpoint.manifest import (
-    FILES_PER_MACHINE,
-    MANIFEST_FILE,
-    STATE_FILE,
     FileRecord,
     Manifest,
     checksum_of,
@@ -134,7 +134,7 @@ class Checkpointer(StepFolders):
         return None
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return the state in the checkpoint of a step. Raises `CheckpointError`."""
+        """Read the state in the checkpoint of a step. Raises `CheckpointError`."""
         path = self.checkpoints()[step]
         return read_state(path, read_manifest(path, step))
 
@@ -142,11 +142,11 @@ class Checkpointer(StepFolders):
         return max(self.complete_steps(), default=None)
 
     def complete_steps(self) -> list[int]:
-        """Return the steps of the checkpoints whose files are all there at full size, rising. Contents are not read."""
+        """List the steps of the checkpoints whose files are all there at full size, rising. Contents are not read."""
         return list(complete_in(self))
 
     def superfluous(self, newest: int) -> list[Path]:
-        """Return the checkpoints older than the k-th newest complete one and not kept for their step or their loss.
+        """List the checkpoints older than the k-th newest complete one and not kept for their step or their loss.
 
         `newest` counts as the newest even if others have a higher step, and is never returned.
         """

@@ -1,14 +1,21 @@
 """The folders of checkpoints: their names, which are complete, and how one appears or goes, also in a power cut.
 
+**This file alone spells the names of folders and files.** Everything else asks it, so other names need a change of the
+constants below and nothing more (docs/checkpoints.md, "Other names"; `tests/checkpoint/test_other_names.py`):
+
+    outputs/my-run/checkpoints/                RUN_SUBFOLDER
+        step-120                               STEP_NAME: complete
+            tensors-00000.safetensors ..       TENSOR_FILE: the tensors, in the order given to `save`
+            state.json                         STATE_FILE: everything that is not a tensor
+            manifest.json                      MANIFEST_FILE: sizes and checksums of the files above, written last
+        step-120.tmp                           UNFINISHED: being written, or left by a killed save
+        step-120.trash                         DELETED: being deleted, or left by a killed deletion
+        step-120.replaced                      REPLACED: the former step-120 while a new one is renamed; counts as step-120
+                                               if a kill prevented that
+
 A save writes the folder of a step under an unfinished name, syncs every file and the folder, renames it to the step's own
 name and syncs the parent. Only a folder with that name is a checkpoint. An old checkpoint gets a third name before it is
 deleted. A kill at any moment therefore leaves complete checkpoints and leftovers, and the next save removes the leftovers.
-This file alone spells the names:
-
-    step-N            complete
-    step-N.tmp        being written, or left by a killed save
-    step-N.trash      being deleted, or left by a killed deletion
-    step-N.replaced   the former step-N while a new one is renamed; counts as step-N if a kill prevented that
 """
 
 import logging
@@ -20,17 +27,47 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED, DELETED, REPLACED = ".tmp", ".trash", ".replaced"
-_NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
+RUN_SUBFOLDER = "checkpoints"
+STEP_NAME = "step-{}"
+"""A format of one number, the step, such as `"step-{:08d}"`. Folders that another format named are not found."""
+TENSOR_FILE = "tensors-{:05d}.safetensors"
+"""A format of one number. The number of a machine's first file is its rank times `FILES_PER_MACHINE`."""
+FILES_PER_MACHINE = 100_000
+STATE_FILE = "state.json"
+MANIFEST_FILE = "manifest.json"
+UNFINISHED, DELETED, REPLACED = SUFFIXES = ".tmp", ".trash", ".replaced"
 
 
 def checkpoint_name(step: int, suffix: str = "") -> str:
-    return f"step-{step}{suffix}"
+    return STEP_NAME.format(step) + suffix
+
+
+def tensor_file_name(number: int) -> str:
+    return TENSOR_FILE.format(number)
 
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether a folder is named as a checkpoint is, or as a leftover."""
-    return _NAME.fullmatch(name) is not None
+    return _step_of(name) is not None
+
+
+def is_file_of_checkpoint(name: str) -> bool:
+    """Whether a manifest may list a file of this name."""
+    return name == STATE_FILE or _number_in(name, TENSOR_FILE) is not None
+
+
+def _step_of(name: str) -> tuple[int, str] | None:
+    """Find the step and the suffix of a folder; None if it is no checkpoint's."""
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    step = _number_in(name.removesuffix(suffix), STEP_NAME)
+    return None if step is None else (step, suffix)
+
+
+def _number_in(name: str, form: str) -> int | None:
+    """Find the number for which the format gives `name`; None if there is none."""
+    before, _, after = re.split(r"(\{.*\})", form)
+    digits = re.fullmatch(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}", name)
+    return int(digits[1]) if digits and form.format(int(digits[1])) == name else None
 
 
 class StepFolders:
@@ -43,13 +80,13 @@ class StepFolders:
         return self.folder / checkpoint_name(step, suffix)
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return step -> folder of every checkpoint, complete or damaged, steps rising."""
+        """Find the folder of every checkpoint, complete or damaged, by its step, steps rising."""
         return dict(
             sorted((step, path) for path, step, suffix in self._entries() if self._counts(step, suffix))
         )
 
     def leftovers(self) -> list[Path]:
-        """Return the folders that killed saves and deletions left. All of them can be deleted."""
+        """List the folders that killed saves and deletions left. All of them can be deleted."""
         return [path for path, step, suffix in self._entries() if not self._counts(step, suffix)]
 
     def clear_leftovers(self) -> None:
@@ -85,20 +122,16 @@ class StepFolders:
             except OSError as error:
                 logger.warning("could not delete the old checkpoint %s: %s; it still uses space", path, error)
 
-    def _counts(self, step: int, suffix: str | None) -> bool:
+    def _counts(self, step: int, suffix: str) -> bool:
         """Whether a folder is the checkpoint of its step. A replaced one is, if it is all that is left."""
         return not suffix or (suffix == REPLACED and not self.named(step).exists())
 
-    def _entries(self) -> list[tuple[Path, int, str | None]]:
-        """Return (path, step, suffix) of the folders named as this class names them."""
+    def _entries(self) -> list[tuple[Path, int, str]]:
+        """List path, step and suffix of the folders that are named as checkpoints are."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        matches = [(path, _NAME.fullmatch(path.name)) for path in paths]
+        named = [(path, _step_of(path.name)) for path in paths]
         # A link whose disk is not there is a checkpoint that cannot be read, and must not be passed over in silence.
-        return [
-            (path, int(match[1]), match[2])
-            for path, match in matches
-            if match and (path.is_dir() or path.is_symlink())
-        ]
+        return [(path, *found) for path, found in named if found and (path.is_dir() or path.is_symlink())]
 
 
 # A file or a name that is not synced may be lost or empty after a power cut.
@@ -132,7 +165,7 @@ def make_folder(path: Path) -> None:
 
 
 def free_bytes_at(path: Path) -> int | None:
-    """Return the free bytes of the disk that `path` is, or will be, on. None if the file system does not say."""
+    """Count the free bytes of the disk that `path` is, or will be, on. None if the file system does not say."""
     existing = next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), None)
     try:
         usage = shutil.disk_usage(existing or "/")

@@ -1,8 +1,4 @@
-"""Reads the folder of one checkpoint, on one machine or by several together.
-
-    tensors-00000.safetensors ..   the tensors, in the order given to `save`; machine 1's from 100000 on
-    state.json                     everything that is not a tensor
-    manifest.json                  sizes and checksums of the files above, written last
+"""Reads the folder of one checkpoint, on one machine or by several together. `folders.py` lists the files in it.
 
 Each of several machines reads the files that hold tensors it wants.
 """
@@ -20,16 +16,15 @@ from torchround.checkpoint.errors import (
     ForeignCheckpointError,
     NoCheckpointError,
 )
-from torchround.checkpoint.folders import StepFolders, is_checkpoint_name
-from torchround.checkpoint.machine_team import MachineTeam
-from torchround.checkpoint.manifest import (
+from torchround.checkpoint.folders import (
     MANIFEST_FILE,
+    RUN_SUBFOLDER,
     STATE_FILE,
-    Manifest,
-    check_file,
-    read_manifest,
-    read_state,
+    StepFolders,
+    is_checkpoint_name,
 )
+from torchround.checkpoint.machine_team import MachineTeam
+from torchround.checkpoint.manifest import Manifest, check_file, read_manifest, read_state
 from torchround.checkpoint.tensor_file import Layout, checksum_file, layout_of, read_header, read_tensor_file
 from torchround.planning.memory import size_text
 from torchround.untrusted.terminal import Progress
@@ -167,7 +162,7 @@ def together(
     what: str,
     state: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Return what `work` returned on each machine; all raise the first error. `state`: for an error about another model."""
+    """Collect what `work` returned on each machine; all raise the first error. `state`: for an error about another model."""
 
     def failed(kind: type[FolderError], reason: str) -> FolderError:
         if kind is ForeignCheckpointError:
@@ -186,14 +181,14 @@ def _refuse_other_folders(path: Path) -> None:
     """
     if (path / MANIFEST_FILE).exists() or (is_checkpoint_name(path.name) and path.is_dir()):
         return
-    near = (path, path / "checkpoints") if path.exists() else (path.parent,)
+    near = (path, path / RUN_SUBFOLDER) if path.exists() else (path.parent,)
     found = [complete for folder in near for complete in complete_in(StepFolders(folder)).values()]
     example = f"such as {found[-1]}" if found else "a folder in the checkpoints of a run"
     raise NoCheckpointError(path, f"legal: one checkpoint, {example}")
 
 
 def complete_in(folders: StepFolders) -> dict[int, Path]:
-    """Return the folders by step of the checkpoints whose files are there at full size, steps rising."""
+    """Find the folders by step of the checkpoints whose files are there at full size, steps rising."""
     found = {}
     for step, path in folders.checkpoints().items():
         try:

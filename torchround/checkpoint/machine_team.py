@@ -25,7 +25,7 @@ class MachineTeam:
 
     @classmethod
     def of(cls, group: MachineGroup | None, channel: str = "saves") -> "MachineTeam":
-        """Return the team of a run's machines; a team of one for None. One thread at a time may use it."""
+        """Make the team of a run's machines; a team of one for None. One thread at a time may use it."""
         if group is None:
             return cls()
         return cls(group.rank, tuple(map(str, group.machines)), group.channel(channel).gather)

@@ -17,11 +17,10 @@ from typing import Any
 import xxhash
 
 from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
+from torchround.checkpoint.folders import MANIFEST_FILE, STATE_FILE, is_file_of_checkpoint
 from torchround.untrusted.regular_file import read_regular
 from torchround.untrusted.strict_json import parse_json
 
-MANIFEST_FILE = "manifest.json"
-STATE_FILE = "state.json"
 FORMAT = 3
 """The format that is written and read."""
 CHECKSUM = "xxh3_128"
@@ -31,10 +30,7 @@ CHECKSUM = "xxh3_128"
 MOST_MANIFEST_BYTES = 2**24
 MOST_STATE_BYTES = 2**28
 
-FILES_PER_MACHINE = 100_000  # the number of a machine's first tensor file is its rank times this
-
 _CHECKSUM = re.compile("[0-9a-f]{32}")
-_FILE_NAME = re.compile(r"state\.json|tensors-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def read_manifest(folder: Path, step: int | None = None) -> Manifest:
     if step is not None and manifest.step != step:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is of step {manifest.step}")
     for name, record in files.items():
-        if not _FILE_NAME.fullmatch(name):
+        if not is_file_of_checkpoint(name):
             raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists the strange file {name!r}")
         try:
             status = (folder / name).lstat()

@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from torchround.checkpoint.folders import tensor_file_name
 from torchround.untrusted.regular_file import open_regular
 from torchround.untrusted.tensor_header import LENGTH_BYTES, read_tensor_header
 
@@ -87,7 +88,7 @@ class SaveWatch(Protocol):
         """Take note that no tensor is read again: the save has failed, or its tensors are on the disk."""
 
     def before_publishing(self) -> None:
-        """Return once the checkpoint, which is on the disk, may count as one. Raises to abandon it."""
+        """Wait until the checkpoint, which is on the disk, may count as one. Raises to abandon it."""
 
 
 class Unwatched:
@@ -159,7 +160,7 @@ def plan_files(
         groups[-1][name] = tensor
         filled_bytes += tensor.nbytes
     numbered = enumerate(groups, start=first_number)
-    return [_plan_file(f"tensors-{number:05d}.safetensors", group) for number, group in numbered]
+    return [_plan_file(tensor_file_name(number), group) for number, group in numbered]
 
 
 def write_tensor_file(
@@ -233,7 +234,7 @@ def read_tensor_file(path: Path, layout: Layout, tensors: Mapping[str, Tensor]) 
 
 
 def checksum_file(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
-    """Return the checksum of a file of any size. `advance` receives the number of bytes of each step."""
+    """Compute the checksum of a file of any size. `advance` receives the number of bytes of each step."""
     with open_regular(path) as file:
         one_pass = UncachedPass(file.fileno())
         _read_past(file, one_pass, os.fstat(file.fileno()).st_size, advance)
@@ -263,7 +264,7 @@ def _read_past(
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, in place."""
+    """View the bytes of a contiguous CPU tensor, in place."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
@@ -283,7 +284,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 
 
 def encode_header(layout: Layout) -> bytes:
-    """Return the beginning of a file of these tensors, whose bytes follow in this order; its length is a multiple of 8."""
+    """Write the beginning of a file of these tensors, whose bytes follow in this order; its length is a multiple of 8."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in layout.items():

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.manifest import STATE_FILE, read_manifest
+from torchround.checkpoint.folders import STATE_FILE
+from torchround.checkpoint.manifest import read_manifest
 from torchround.config import MODEL_FOLDER, ConfigError, Options, show, users_module
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError, PipelineError

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from torchround.checkpoint import CheckpointError, verify_checkpoint
-from torchround.checkpoint.folders import make_folder, sync_entry
-from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
+from torchround.checkpoint.folders import STATE_FILE, make_folder, sync_entry
+from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_saved_model
 from torchround.commands.generation_files import write_generation, write_json

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
-from torchround.checkpoint.folders import is_checkpoint_name
+from torchround.checkpoint.folders import MANIFEST_FILE, RUN_SUBFOLDER, is_checkpoint_name
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError, new_parser
 from torchround.commands.configured_model import end_with_message
@@ -23,8 +23,6 @@ from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
 from torchround.run.validation import best_of, kept_losses
 from torchround.untrusted.terminal import Progress, terminal_safe
-
-CHECKPOINTS = "checkpoints"
 
 
 def main(arguments: list[str]) -> int:
@@ -72,7 +70,7 @@ def _row(path: Path, loss: str, condition: str) -> list[str]:
 
 def verify(folder: Path) -> int:
     """Read every byte of the checkpoints. Returns 1 if one is damaged, otherwise 0."""
-    if (folder / "manifest.json").exists() or is_checkpoint_name(folder.name):
+    if (folder / MANIFEST_FILE).exists() or is_checkpoint_name(folder.name):
         paths = [folder]
     else:
         paths = list(Checkpointer(checkpoints_of(folder)).checkpoints().values())
@@ -96,7 +94,7 @@ def verify(folder: Path) -> int:
 def checkpoints_of(folder: Path) -> Path:
     """Return the folder `checkpoints` of a run; the run's folder and `checkpoints` itself are both accepted."""
     folder = folder.absolute()
-    found = folder if folder.name == CHECKPOINTS else folder / CHECKPOINTS
+    found = folder if folder.name == RUN_SUBFOLDER else folder / RUN_SUBFOLDER
     if not found.is_dir():
-        raise CommandError(f"{found} is not there; legal: a run's folder, or its folder {CHECKPOINTS}")
+        raise CommandError(f"{found} is not there; legal: a run's folder, or its folder {RUN_SUBFOLDER}")
     return found

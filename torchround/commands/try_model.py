@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
+from torchround.checkpoint.folders import RUN_SUBFOLDER
 from torchround.commands import new_parser, positive_integer
 from torchround.commands.configured_model import (
     MISTAKES,
@@ -207,7 +208,7 @@ def model_of_run(folder: Path, step: int | None, given: Mapping[str, Any]) -> Tr
     if (module := options.config.model.module) and options.raw.source_of("model.module") != COMMAND_LINE:
         text = "importing it would run it, and the folder may be another's; if it is yours, give --model.module too"
         raise options.error("model.module", f"given {show(module)}; {text}")
-    checkpoints = Checkpointer(folder / "checkpoints")
+    checkpoints = Checkpointer(folder / RUN_SUBFOLDER)
     there = checkpoints.checkpoints()
     if not there:
         raise ConfigError([f"--run: there is no checkpoint in {checkpoints.folder}"])

@@ -90,7 +90,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         self._ended = False
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state at the group's start, the documents that waited for it, and how many sequences have left it.
+        """Save the state at the group's start, the documents that waited for it, and how many sequences have left it.
 
         `so_far` is for reports: a run that resumes counts the documents of the group again.
         """
@@ -123,7 +123,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         }
 
     def _pack_group(self) -> list[list[WholeDocument]]:
-        """Return the sequences of the next group in the order that they leave in. Notes an error, or the data's end."""
+        """Pack the sequences of the next group in the order that they leave in. Notes an error, or the data's end."""
         try:
             documents = self._gather()
         except DataError as error:

@@ -53,7 +53,7 @@ def packs_whole_documents(data: DataTable) -> bool:
 
 
 def window_of(data: DataTable, seq_len: int) -> int:
-    """Return the sequences of a shuffled window, 0 if sequences are not shuffled."""
+    """Count the sequences of a shuffled window, 0 if sequences are not shuffled."""
     if data.shuffle_sequences != "auto":
         return data.shuffle_sequences
     # Whole documents leave in a mixed order already.
@@ -99,7 +99,7 @@ class Loader(Iterator[MicroBatch]):
         self._has_ended = False
 
     def __next__(self) -> MicroBatch:
-        """Return the next batch, all four tensors `[G, T]` int64 on the CPU. The caller may change them."""
+        """Read the next batch, all four tensors `[G, T]` int64 on the CPU. The caller may change them."""
         if self._has_ended:
             raise StopIteration
         if self._nodes is None:
@@ -146,7 +146,7 @@ class Loader(Iterator[MicroBatch]):
     # The position.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch handed out, fit for JSON. Prefetched batches do not count.
+        """Save the position after the last batch handed out, fit for JSON. Prefetched batches do not count.
 
         Besides a few integers it holds the tokens that are read but not yet in a batch: less than one sequence and
         one piece of text (64 Ki characters), with whole documents less than one sequence.
@@ -200,7 +200,7 @@ class Loader(Iterator[MicroBatch]):
         return 0 if self._position is None else int(progress_so_far(self._position)["long"])
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything that fixes the batches after a position."""
+        """Describe everything that fixes the batches after a position."""
         packs_whole = packs_whole_documents(self._data)
         identity = {
             "seed": self._mix.seed,
@@ -225,7 +225,7 @@ class Loader(Iterator[MicroBatch]):
         return identity
 
     def fingerprints(self) -> dict[str, str]:
-        """Return what must be alike on all machines, by name. Names of files and folders do not matter."""
+        """List what must be alike on all machines, by name. Names of files and folders do not matter."""
         return {f"data: {key}": str(value) for key, value in self._identity().items()}
 
     @cached_property

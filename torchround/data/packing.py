@@ -62,7 +62,7 @@ class PackedSequence:
 
 
 def pack_sequence(run: TokenIds, seq_len: int, pad_id: int) -> PackedSequence:
-    """Return the first `seq_len` tokens of a stream as one row.
+    """Pack the first `seq_len` tokens of a stream as one row.
 
     `run` `[3, n]` has the tokens, which of them start a document, and which are learnt. A shorter stream, at the end of
     the data, is filled up with `pad_id` as one more document whose labels are ignored.
@@ -103,7 +103,7 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         self._source.reset(state["reader"])
 
     def get_state(self) -> dict[str, Any]:
-        """Return the tokens left `[n]`, which of them are learnt if not all are, and the reader's state."""
+        """Save the tokens left `[n]`, which of them are learnt if not all are, and the reader's state."""
         # Document starts need no place in it: a piece is taken only when the others do not fill a sequence, so all
         # tokens left are of the last piece. A document can begin only at the first, where a sequence begins anyway.
         state = {"tokens": self._run[0], "reader": self._source.state_dict()}
@@ -180,7 +180,7 @@ class Batches(BaseNode[MicroBatch | DataError]):
 
 
 def progress_so_far(position: dict[str, Any]) -> dict[str, Any]:
-    """Return the `reader` state of a position, and its number of `long` documents.
+    """Find the `reader` state of a position, and its number of `long` documents.
 
     A packer that has to pack a group or a window again keeps them apart from the state that it starts from.
     """

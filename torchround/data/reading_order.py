@@ -98,7 +98,7 @@ class Reader(BaseNode[DocumentPiece]):
         return {"sources": sources, "source": self._source, "offset": self._offset}
 
     def next(self) -> DocumentPiece:
-        """Return the next piece, never empty. Raises `StopIteration` after the last epoch."""
+        """Read the next piece, never empty. Raises `StopIteration` after the last epoch."""
         while True:
             if self._source is None:
                 self._source, self._offset = self._choose_source(), 0
@@ -112,7 +112,7 @@ class Reader(BaseNode[DocumentPiece]):
                 return piece
 
     def _read(self, number: int, document: Document, after: Cursor) -> DocumentPiece | None:
-        """Return the piece of a document at the present offset, or None if the document is not to be used."""
+        """Read the piece of a document at the present offset, or None if the document is not to be used."""
         progress, offset, content = self._progress[number], self._offset, None
         try:
             content, next_offset = self._sources[number].read(document, offset)
@@ -205,7 +205,7 @@ class Reader(BaseNode[DocumentPiece]):
 
 
 def content_bytes(content: Content) -> bytes:
-    """Return the bytes that stand for a content wherever it is hashed."""
+    """Encode a content as bytes wherever it is hashed."""
     if isinstance(content, str):
         return content.encode("utf-8", "surrogatepass")
     if isinstance(content, np.ndarray):

@@ -42,7 +42,7 @@ class EpochKey:
 
 
 def epoch_order(count: int, key: EpochKey) -> Order:
-    """Return `range(count)` in the order of an epoch; 4 bytes per number.
+    """Shuffle `range(count)` into the order of an epoch; 4 bytes per number.
 
     Each order by itself is as random as one of `shuffled`. If `key.first` is given, each number also keeps its place in
     the first epoch's order to within a quarter of the epoch. Otherwise the last documents of an epoch could be the
@@ -59,12 +59,12 @@ def epoch_order(count: int, key: EpochKey) -> Order:
 
 
 def shuffled(count: int, key: str) -> Order:
-    """Return `range(count)` in the order that `key` fixes; 4 bytes per number."""
+    """Shuffle `range(count)` into the order that `key` fixes; 4 bytes per number."""
     return _sorted_by(_hashes(count, key))
 
 
 def _hashes(count: int, key: str) -> npt.NDArray[np.uint64]:
-    """Return the SplitMix64 hash (Steele et al. 2014) of each number. It has no collisions."""
+    """Compute the SplitMix64 hash (Steele et al. 2014) of each number. It has no collisions."""
     seed = np.frombuffer(hashlib.sha256(key.encode()).digest()[:8], dtype="<u8")
     mixed = np.arange(1, count + 1, dtype=np.uint64)
     mixed *= np.uint64(0x9E3779B97F4A7C15)  # in place: each copy of 10 M numbers would take 80 MB
@@ -85,7 +85,7 @@ def _sorted_by(hashes: npt.NDArray[np.uint64]) -> Order:
 
 
 def auto_window(seq_len: int) -> int:
-    """Return the sequences per window of `data.shuffle_sequences = "auto"`: at most 4096, of about 16 Mi tokens."""
+    """Count the sequences per window of `data.shuffle_sequences = "auto"`: at most 4096, of about 16 Mi tokens."""
     return min(AUTO_SEQUENCES, max(LEAST_AUTO_SEQUENCES, AUTO_TOKENS // seq_len))
 
 
@@ -163,7 +163,7 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         self._is_shuffled: bool = False
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the packer was at the window's start, and how many of the window's sequences are handed out.
+        """Save where the packer was at the window's start, and how many of the window's sequences are handed out.
 
         For reports alone, `sequences` is the number of all of them, 0 until it is known, and `so_far` holds the reader's
         progress and the number of long documents up to the window's end.

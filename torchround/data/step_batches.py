@@ -71,7 +71,7 @@ class StepBatches:
         self._reading = reading
 
     def next(self, flag: Callable[[], JSON] = lambda: None) -> tuple[StepBatch | None, list[JSON]]:
-        """Return the next step's batch, None at the end of the data, and the flags of all machines in rank order.
+        """Read the next step's batch, None at the end of the data, and the flags of all machines in rank order.
 
         There is no batch either once a machine's `flag` is not None. A machine whose flag is set before it reads does not
         read. Raises `DataError` on all machines if one of them meets an error in the data; the steps before it are the

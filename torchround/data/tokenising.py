@@ -49,11 +49,11 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         self._state: dict[str, Any] = self._source.state_dict()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the reader's state after the last piece handed out. A resumed run reads pieces under way again."""
+        """Save the reader's state after the last piece handed out. A resumed run reads pieces under way again."""
         return self._state
 
     def next(self) -> TokenPiece | DataError:
-        """Return the next piece. Raises `StopIteration` at the end of the source or after an error."""
+        """Read the next piece. Raises `StopIteration` at the end of the source or after an error."""
         # Two pieces per thread: one under way, one ready for the thread that ends first.
         while not self._ended and len(self._ahead) < max(1, 2 * self._num_workers):
             self._read_one()

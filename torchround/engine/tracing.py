@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ class StepTraces(Observer):
 
     def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device], total_steps: int) -> None:
         self._steps = frozenset(step - 1 for step in table.steps)
-        self._folder, self._devices = folder, devices
-        self._profiles = table.profiler
+        self._folder, self._devices, self._profiles = folder, devices, table.profiler
         self._profile: Any = None  # of `torch.profiler`, while it records
         self._last = NO_STEP  # the last traced step that was dispatched
         self._begun: dict[tuple[str, Stream], Mark] = {}
@@ -87,25 +86,23 @@ class StepTraces(Observer):
 
     def finish(self) -> None:
         """Write what has been traced, and stop the profiler: the row of steps or the engine has ended, or it failed."""
-        if (profile := self._profile) is not None:
-            self._profile = None
-            profile.stop()
-            self._write("-profiler", lambda path: profile.export_chrome_trace(str(path)))
-        if self._finished:
-            self._write("", self._write_spans)
-        self._finished.clear()
+        profile, finished, path = self._profile, self._finished, self._folder / f"step-{self._last + 1}"
+        self._profile, self._finished = None, []
+        try:
+            if profile is not None or finished:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            if profile is not None:
+                profile.stop()
+                profile.export_chrome_trace(f"{path}-profiler.json")
+            if finished:
+                write_whole(path.with_suffix(".json"), json.dumps(self._content(finished)))
+        except (OSError, RuntimeError) as error:  # of a disk or a device: it costs the trace, not the run
+            logger.warning("the trace of step %d could not be written: %s", self._last + 1, error)
         self._copies.clear()
 
-    def _write(self, ending: str, write: Callable[[Path], object]) -> None:
-        """Write a file. A disk or device that fails costs the trace, not the run."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write(self._folder / f"step-{self._last + 1}{ending}.json")
-        except (OSError, RuntimeError) as error:
-            logger.warning("the trace of step %d could not be written: %s", self._last + 1, error)
-
-    def _write_spans(self, path: Path) -> None:
-        events = [event for result in self._finished for event in self._events(result) if event["dur"] > 0]
+    def _content(self, results: Sequence[StepResult]) -> dict[str, Any]:
+        """Describe the steps with the times of the first span on. Each device is a process, the host the last."""
+        events = [event for result in results for event in self._events(result) if event["dur"] > 0]
         first_us = min((event["ts"] for event in events), default=0.0)
         for event in events:
             event["ts"] -= first_us
@@ -117,10 +114,10 @@ class StepTraces(Observer):
                 {**meta, "name": "process_sort_index", "args": {"sort_index": process}},
                 {**meta, "name": "thread_name", "args": {"name": list(Stream)[thread].value}},
             ]
-        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def _events(self, result: StepResult) -> Iterator[dict[str, Any]]:
-        """Yield an event for each span of a finished step, by the host's clock. Each device is a process, the host the last."""
+        """Yield an event for each span of a finished step, by the host's clock."""
         update, host = result.update(), len(self._devices)
         spans = [(report.task.device, span) for report in result.reports() for span in report.spans]
         # Devices count milliseconds from mark to mark in float32, too coarse for the hours since the engine's start.
@@ -129,6 +126,7 @@ class StepTraces(Observer):
         spans += [*update.directions, *((host, span) for span in update.bundles)]
         for process, span in spans + self._copies[result.step]:
             ends = dict.fromkeys((span.layers[0], span.layers[-1])) if span.layers else ()
+            moved = {"micro_batch": span.micro_batch, "moved_bytes": span.copied_bytes}
             yield {
                 "ph": "X",
                 "name": f"{span.kind.value} {'-'.join(map(str, ends))}",
@@ -137,11 +135,7 @@ class StepTraces(Observer):
                 "tid": list(Stream).index(span.stream),
                 "ts": self._host_time_s(process, span.start) * 1e6,
                 "dur": span.seconds * 1e6,
-                "args": {
-                    "step": result.step + 1,
-                    "micro_batch": span.micro_batch,
-                    "moved_bytes": span.copied_bytes,
-                },
+                "args": {"step": result.step + 1, **moved},
             }
 
     def begins(

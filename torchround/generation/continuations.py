@@ -53,7 +53,7 @@ class DecodingCache:
         return sum(part.nbytes for part in self._of_layers if part is not None)
 
     def for_layer(self, index: int) -> Any:
-        """Return the part of layer `index`; None if it remembers nothing."""
+        """Find the part of layer `index`; None if it remembers nothing."""
         return self._of_layers[index]
 
     def clear(self) -> None:
@@ -64,7 +64,7 @@ class DecodingCache:
 
 
 def can_decode(layers: Sequence[nn.Module]) -> bool:
-    """Return whether the inner layers remember earlier tokens. The first looks tokens up, the last takes one position."""
+    """Check whether the inner layers remember earlier tokens. The first looks tokens up, the last takes one position."""
     return all(map(_remembers, layers[1:-1]))
 
 
@@ -89,7 +89,7 @@ def generate(
     batch_size: int = 16,
     cache_bytes: int | None = None,
 ) -> list[list[int]]:
-    """Return the continuation of each prompt: up to `max_tokens` tokens, the stop token that ended it included.
+    """Continue each prompt by up to `max_tokens` tokens, the stop token that ended it included.
 
     `batch_size` sequences are under way at a time. `cache_bytes` is the memory that each device has for keys and values:
     None is no limit, 0 reads the whole text again for each token. Fewer sequences are under way if it is too small for
@@ -202,7 +202,7 @@ def _continue(
 
 
 def _rows_that_fit(engine: Engine, tokens: int, cache_bytes: int | None) -> tuple[int, str]:
-    """Return how many sequences of `tokens` tokens have room for keys and values, and the reason if none has."""
+    """Count how many sequences of `tokens` tokens have room for keys and values, and the reason if none has."""
     layers, stages, count = engine.model.layers, engine.forward_stages, len(engine.devices)
     if cache_bytes == 0:
         return 0, ""

@@ -147,7 +147,7 @@ def plan_inference(
     tokens: int,
     device_bytes: int | None,
 ) -> tuple[Partition, int | None]:
-    """Return the stages of a pass, and the memory of each device for keys and values; None is no limit.
+    """Choose the stages of a pass, and the memory of each device for keys and values; None is no limit.
 
     The fewest stages whose weights leave room for the keys and values of `batch_size` sequences of `tokens` tokens; if
     none do, the ones that leave the most. Raises `EngineUsageError` if no stages fit.
@@ -208,7 +208,7 @@ def cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _runs(sizes: Sequence[int], most: int) -> list[int]:
-    """Return where the runs begin if each takes as much as it can, up to `most`."""
+    """List where the runs begin if each takes as much as it can, up to `most`."""
     starts, taken = [0], 0
     for index, size in enumerate(sizes):
         if taken and taken + size > most:

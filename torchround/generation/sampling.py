@@ -40,7 +40,7 @@ class Sampling:
             raise ValueError(f"seed = {self.seed}; legal: 0 to 2^63 - 1")
 
     def draws_for(self, prompt: Sequence[int], occurrence: int) -> torch.Generator | None:
-        """Return the generator of a sequence; None if nothing is drawn.
+        """Seed the generator of a sequence; None if nothing is drawn.
 
         `occurrence` counts the same prompt among the prompts before it, so that equal prompts get different texts.
         """
@@ -65,7 +65,7 @@ def choose_token(logits: Tensor, sampling: Sampling, draws: torch.Generator | No
 
 
 def token_shares(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probability of each token, `[V]` fp64, before they are scaled to add up to 1 again after `top_p`."""
+    """Compute the probability of each token, `[V]` fp64, before they are scaled to add up to 1 again after `top_p`."""
     scores = logits.double()
     # The largest is 0 then, so that no temperature makes it infinite.
     scores = (scores - scores.max()) / sampling.temperature

@@ -35,7 +35,7 @@ def model_card(facts: CardFacts) -> str:
 
 
 def hub_name(base: Path | None, base_name: str | None) -> str | None:
-    """Return the base's name on the Hugging Face hub, from its folder in the hub's cache or from its `config.json`."""
+    """Find the base's name on the Hugging Face hub, from its folder in the hub's cache or from its `config.json`."""
     cached = CACHED.search(f"{base}/") if base is not None else None
     if cached is not None:
         return f"{cached[1]}/{cached[2]}"
@@ -60,7 +60,7 @@ def _head(facts: CardFacts) -> Iterator[str]:
 
 
 def _dataset(source: Mapping[str, Any]) -> str | None:
-    """Return the name of a source that is a dataset of the hub."""
+    """Find the name of a source that is a dataset of the hub."""
     path = source["path"]
     is_named = source.get("format") == "dataset" and HUB_NAME.fullmatch(path) is not None
     return path if is_named and not Path(path).exists() else None

@@ -93,7 +93,7 @@ class PretrainedWeights:
         self.names = {name: self.names[name] for name in parameters}
 
     def bytes_of(self, parameters: Collection[str]) -> int:
-        """Return the bytes that `load` reads from the files of the folder itself for these parameters."""
+        """Count the bytes that `load` reads from the files of the folder itself for these parameters."""
         return sum(
             self._tensors[part].nbytes
             for name, tensors in self.names.items()
@@ -103,7 +103,7 @@ class PretrainedWeights:
         )
 
     def fingerprint(self) -> str:
-        """Return a digest by which copies of one folder are alike: each tensor's name, shape and first bytes."""
+        """Compute a digest by which copies of one folder are alike: each tensor's name, shape and first bytes."""
         digest = hashlib.sha256()
         with TensorFiles() as files:
             for name, tensor in sorted(self._tensors.items()):
@@ -151,7 +151,7 @@ class PretrainedWeights:
         return self._tensors
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the type of each tensor in the folder; bfloat16 for MXFP4."""
+        """List the type of each tensor in the folder; bfloat16 for MXFP4."""
         found = {}
         for tensors in self.names.values():
             for name in names_in(tensors):
@@ -160,7 +160,7 @@ class PretrainedWeights:
         return found
 
     def _stored(self, name: str) -> list[str]:
-        """Return the stored tensors that hold `name`: the tensor itself, or its MXFP4 blocks and scales."""
+        """List the stored tensors that hold `name`: the tensor itself, or its MXFP4 blocks and scales."""
         quantised = [f"{name}_blocks", f"{name}_scales"]
         if name not in self._tensors and all(part in self._tensors for part in quantised):
             return quantised
@@ -241,7 +241,7 @@ def _parts(tensors: HFTensors, view: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _quantised_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes of blocks and scales of `[E, inputs, outputs]`; impossible ones unless 32 divides the inputs."""
+    """Compute the shapes of blocks and scales of `[E, inputs, outputs]`; impossible ones unless 32 divides the inputs."""
     if len(shape) != 3 or shape[1] % BLOCK:
         return [(), ()]
     groups = (shape[0], shape[2], shape[1] // BLOCK)

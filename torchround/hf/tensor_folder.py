@@ -65,7 +65,7 @@ class StoredTensor:
         return self.dtype
 
     def read_by(self, files: "TensorFiles", start: int, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next read by `files`."""
+        """Read uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next read by `files`."""
         return files.read_range(self, self.begin + start, nbytes)
 
 
@@ -159,7 +159,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def quantised_kind(content: Mapping[str, Any]) -> str | None:
-    """Return the kind of quantisation that a `config.json` names, such as "a quantised (awq)"; None for one that is read."""
+    """Name the kind of quantisation that a `config.json` names, such as "a quantised (awq)"; None for one that is read."""
     table = content.get("quantization_config") or content.get("compression_config")
     if not table:
         return None
@@ -185,11 +185,11 @@ class TensorFiles:
         self._scratch = bytearray(0)
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next call."""
+        """Read uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next call."""
         return tensor.read_by(self, start, nbytes)
 
     def read_range(self, tensor: StoredTensor, begin: int, nbytes: int) -> Tensor:
-        """Return uint8 `[nbytes]` from byte `begin` of the tensor's file on; valid until the next call."""
+        """Read uint8 `[nbytes]` from byte `begin` of the tensor's file on; valid until the next call."""
         if len(self._scratch) < nbytes:
             self._scratch = bytearray(nbytes)
         piece = memoryview(self._scratch)[:nbytes]
@@ -217,7 +217,7 @@ class TensorFiles:
 
 
 def can_map(tensor: StoredTensor, dtype: torch.dtype) -> bool:
-    """Return whether the file's bytes can be used as a tensor of `dtype` as they are: same type, aligned."""
+    """Check whether the file's bytes can be used as a tensor of `dtype` as they are: same type, aligned."""
     return tensor.dtype == dtype and tensor.nbytes > 0 and tensor.begin % dtype.itemsize == 0
 
 
@@ -245,6 +245,6 @@ def map_file(path: Path) -> FileTensor:
 
 
 def view_of(mapped: FileTensor, tensor: StoredTensor) -> FileTensor:
-    """Return the tensor's numbers, flat, as a view of its mapped file."""
+    """View the tensor's numbers, flat, as a view of its mapped file."""
     numbers = mapped.memory[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.known_dtype)
     return FileTensor(numbers, mapped.path, mapped.descriptor, tensor.begin)

@@ -52,7 +52,7 @@ class ModuleLayer(nn.Module):
                 self._same.append((path, first[id(parameter)]))
 
     def forward(self, hidden: Any, batch: SampleBatch) -> Any:
-        """Return the module's output for its input; the last layer returns the loss if the batch has a loss function."""
+        """Compute the module's output for its input; the last layer returns the loss if the batch has a loss function."""
         for path, first in self._same:
             owner, name = owner_of(self, path)
             setattr(owner, name, self.get_parameter(first))

@@ -134,7 +134,7 @@ class Pipeline:
         self._open = False
 
     def forward(self, inputs: Any, num_micro_batches: int = 3) -> Any:
-        """Return the net's output in evaluation mode, without gradients, on the host.
+        """Compute the net's output in evaluation mode, without gradients, on the host.
 
         Micro-batches are joined in order along dimension 0, leaf by leaf. A tensor whose dimension 0 is not the number of
         samples comes as a list, one for each micro-batch.
@@ -228,7 +228,7 @@ class Pipeline:
     # Inside.
 
     def _engine_for(self, batches: Sequence[SampleBatch]) -> Engine:
-        """Return the engine, after a probe with the first micro-batch if this is the first call of its kind."""
+        """Take the engine, after a probe with the first micro-batch if this is the first call of its kind."""
         trains = batches[0].is_training
         if self._engine is not None and (self._is_for_training or not trains):
             return self._engine
@@ -246,7 +246,7 @@ class Pipeline:
         return self._engine
 
     def _cut(self, layers: Sequence[LayerCost], batches: Sequence[SampleBatch]) -> Partition:
-        """Return the fastest stages by the costs of the first (longest) micro-batch. Raises `EngineUsageError` if none fit."""
+        """Find the fastest stages by the costs of the first (longest) micro-batch. Raises `EngineUsageError` if none fit."""
         hop_s = ASSUMED_DEVICE.hop_s(max(layer.boundary_bytes for layer in layers))
         costs = Costs(tuple(layers), hop_s, parameter_counts(self.store.bundles).shared_layers)
         device_bytes, size = self._hardware.device_bytes, self.store.dtype.itemsize

@@ -176,7 +176,7 @@ class _Watch(TorchDispatchMode):
 
 
 def alike(first: Any, second: Any) -> bool:
-    """Return whether two values have the same structure, plain values and numbers; one NaN is like another."""
+    """Check whether two values have the same structure, plain values and numbers; one NaN is like another."""
     (tensors, structure), (others, again) = flatten(first), flatten(second)
     return structure == again and all(
         one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -19,7 +19,7 @@ INFERENCE = 1 << 39
 
 
 def layer_seed(seed: int, call: int, micro_batch: int, layer: int) -> int:
-    """Return the 63-bit seed of a layer for one micro-batch of call number `call`, all counted from 0.
+    """Compute the 63-bit seed of a layer for one micro-batch of call number `call`, all counted from 0.
 
     Calls without gradients count from `INFERENCE`. `seed` is the pipeline's. The loss function draws as one more layer.
     """
@@ -44,7 +44,7 @@ def drawing(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator draws random numbers in this call."""
+    """Check whether an operator draws random numbers in this call."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     # Attention kernels carry the tag for their dropout, which may be 0.
@@ -69,7 +69,7 @@ class _OwnGenerator(TorchDispatchMode):
 
 
 def _with_generator(function: Any) -> Any:
-    """Return the overload of a random operator that takes a generator. Raises `RuntimeError` if it has none."""
+    """Find the overload of a random operator that takes a generator. Raises `RuntimeError` if it has none."""
     packet, wanted = function.overloadpacket, {*_arguments(function), "generator"}
     for overload in (function, *(getattr(packet, name) for name in packet.overloads())):
         if set(_arguments(overload)) == wanted:

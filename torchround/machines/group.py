@@ -238,7 +238,7 @@ class MachineGroup:
             call(fault)
 
     def _set_fault(self, found: MachineFault, waited_for: str) -> MachineError:
-        """Return the fault with what this thread waited for; the first one becomes the group's."""
+        """Complete the fault with what this thread waited for; the first one becomes the group's."""
         who = "a machine" if found.machine is None else str(self.machines[found.machine])
         text = f"{who} {found.problem}"
         if waited_for:

@@ -108,7 +108,7 @@ def join(
 
 
 def _lead(store: Store, size: int, timeout_s: float, facts: Facts) -> tuple[str, list[Facts], str]:
-    """Return why the machines are no run, or "", the facts of those that came, and a prefix of the store for them."""
+    """Find why the machines are no run, or "", the facts of those that came, and a prefix of the store for them."""
     meeting = f"meeting/{facts['name']}"
     keys = [f"{meeting}/facts/{other}" for other in range(size)]
     store.set(keys[0], json.dumps(facts))
@@ -133,7 +133,7 @@ def _lead(store: Store, size: int, timeout_s: float, facts: Facts) -> tuple[str,
 def _follow(
     store: Store, rank: int, size: int, timeout_s: float, facts: Facts
 ) -> tuple[str, list[Facts], str]:
-    """Return what `_lead` returns on machine 0."""
+    """Wait for what `_lead` returns on machine 0."""
     end_s = time.monotonic() + timeout_s + GRACE_S
     meeting = ""
     while time.monotonic() < end_s:
@@ -218,7 +218,7 @@ def _compared_keys(config: Config) -> dict[str, str]:
 
 
 def _difference(all_facts: Sequence[Mapping[str, Any]]) -> str:
-    """Return why these machines are no run, or an empty text."""
+    """Say why these machines are no run, or an empty text."""
     machines = [Machine(rank, facts["host"]) for rank, facts in enumerate(all_facts)]
     hosts: dict[str, list[str]] = {}
     for machine, facts in zip(machines, all_facts, strict=True):

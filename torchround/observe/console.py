@@ -55,7 +55,7 @@ class ConsoleReport:
     def close(self) -> None: ...  # the caller owns the stream
 
     def _left_s(self, record: StepRecord) -> float:
-        """Return the seconds until the last step at the recent pace, which includes validations and saves."""
+        """Estimate the seconds until the last step at the recent pace, which includes validations and saves."""
         (first_step, first_s), (last_step, last_s) = self._seen[0], self._seen[-1]
         steps = last_step - first_step
         step_s = (last_s - first_s) / steps if steps > 0 else record.step_s
@@ -70,7 +70,7 @@ class LinePart(NamedTuple):
 
 
 def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[LinePart]:
-    """Return the parts of a line, in the order they are printed, without the time of day.
+    """Write the parts of a line, in the order they are printed, without the time of day.
 
     MFU, device memory, validation loss and skipped steps appear only if there are any.
     """
@@ -112,7 +112,7 @@ def slowest_text(record: StepRecord) -> str | None:
 
 
 def fitting(parts: Sequence[LinePart], width: int) -> list[LinePart]:
-    """Return the most important parts that fit into `width` characters, separators counted, in their order."""
+    """Choose the most important parts that fit into `width` characters, separators counted, in their order."""
     kept: list[LinePart] = []
     for part in sorted(parts, key=lambda part: part.rank):
         if part.rank and len(SEPARATOR.join(other.text for other in [*kept, part])) > width:
@@ -122,7 +122,7 @@ def fitting(parts: Sequence[LinePart], width: int) -> list[LinePart]:
 
 
 def duration(seconds: float, with_seconds: bool = True) -> str:
-    """Return seconds as text in the two largest units: `42 s`, `3 min 05 s` or `3 min`, `1 h 03 min`, `2 d 04 h`."""
+    """Write seconds as text in the two largest units: `42 s`, `3 min 05 s` or `3 min`, `1 h 03 min`, `2 d 04 h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -103,7 +103,7 @@ def read_records(folder: Path, last_bytes: int | None = None) -> Iterator[tuple[
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a value of a record as a float; None if it is not a number, or not a finite one."""
+    """Read a value of a record as a float; None if it is not a number, or not a finite one."""
     try:
         number = float(value) if type(value) in (int, float) else math.nan
     except OverflowError:  # an integer of over 300 digits
@@ -112,7 +112,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the record of a line; an empty one for a line that was cut off when its process was killed."""
+    """Parse the record of a line; an empty one for a line that was cut off when its process was killed."""
     try:
         record = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):

@@ -115,7 +115,7 @@ class StepRecord:
         return times.index(max(times)) if times else None
 
     def machine_times(self, name: str) -> MachineTimes:
-        """Return what this record tells the others about the machine `name` that made it."""
+        """Extract what this record tells the others about the machine `name` that made it."""
         same = ("step_s", "data_s", "optimizer_s", "peers_wait_s", "host_gib")
         return MachineTimes(
             name=name,
@@ -130,7 +130,7 @@ class StepRecord:
         return max(self.device_peaks_gib, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the keys and values to store. A validated step has two more keys, and a third with `samples`.
+        """List the keys and values to store. A validated step has two more keys, and a third with `samples`.
 
         A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN in it.
         """
@@ -159,12 +159,12 @@ def _mean(values: tuple[float, ...]) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Return `exp(loss)`: the number of equally likely tokens with such a mean loss. Infinite above 1e300."""
+    """Compute `exp(loss)`: the number of equally likely tokens with such a mean loss. Infinite above 1e300."""
     return math.exp(loss) if loss < 690 else math.inf
 
 
 def host_gib() -> float:
-    """Return the resident memory in GiB (2^30 bytes), pinned and shared included; the peak if no file can be opened."""
+    """Measure the resident memory in GiB (2^30 bytes), pinned and shared included; the peak if no file can be opened."""
     try:
         return float(psutil.Process().memory_info().rss) / 2**30
     except OSError:

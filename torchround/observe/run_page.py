@@ -79,7 +79,7 @@ class Curve:
         self.values.append(value)
 
     def points(self) -> list[list[float]]:
-        """Return at most `MOST_POINTS` points: step and value, of several values last step, mean, lowest and highest."""
+        """Choose at most `MOST_POINTS` points: step and value, of several values last step, mean, lowest and highest."""
         size = -(-len(self.values) // MOST_POINTS)
         points = []
         for begin in range(0, len(self.values), size or 1):
@@ -214,7 +214,7 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """Return the keys of the run's `config.toml` with their values as text. None without a readable one."""
+    """Read the keys of the run's `config.toml` with their values as text. None without a readable one."""
     try:
         tables = tomllib.loads(read_regular(folder / CONFIG_FILE, MOST_CONFIG_BYTES).decode())
         return {
@@ -253,7 +253,7 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _samples(given: Any) -> list[list[str]]:
-    """Return prompt and text of each sample of a record that is well formed."""
+    """Read prompt and text of each sample of a record that is well formed."""
     pairs = [(one.get("prompt"), one.get("text")) for one in _list(given) if isinstance(one, dict)]
     texts = [pair for pair in pairs if all(isinstance(text, str) for text in pair)]
     return [[escape_unprintable(str(text))[:MOST_SAMPLE] for text in pair] for pair in texts[:MOST_SAMPLES]]

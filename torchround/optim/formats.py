@@ -46,7 +46,6 @@ class StatePart:
     block: int = 1
 
     def numel(self, elements: int) -> int:
-        """Return the length of the buffer for a segment of `elements`."""
         return -(-elements // self.block)
 
 
@@ -60,20 +59,20 @@ class StateFormat(ABC):
 
     @abstractmethod
     def encode(self, value: StateValue, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return what is kept of fp32 numbers (1-D), one tensor for each part; the first number begins a block."""
+        """Encode fp32 numbers (1-D), one tensor for each part; the first number begins a block."""
 
     @abstractmethod
     def decode(self, value: StateValue, kept: tuple[Tensor, ...]) -> Tensor:
-        """Return the fp32 numbers (1-D) that the kept tensors stand for. May be a view of them."""
+        """Decode the fp32 numbers (1-D) that the kept tensors stand for. May be a view of them."""
 
     def ranges(
         self, value: StateValue, parts: Mapping[str, Tensor], start: int, stop: int
     ) -> tuple[Tensor, ...]:
-        """Return views of a value's parts for elements `[start, stop)`; `start` begins a block."""
+        """View a value's parts for elements `[start, stop)`; `start` begins a block."""
         return tuple(parts[part.name][start // part.block : part.numel(stop)] for part in self.parts(value))
 
     def read(self, value: StateValue, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
-        """Return a value's fp32 numbers of elements `[start, stop)`; `start` begins a block. May be a view."""
+        """Decode a value's fp32 numbers of elements `[start, stop)`; `start` begins a block. May be a view."""
         return self.decode(value, self.ranges(value, parts, start, stop))
 
     def write(self, value: StateValue, parts: Mapping[str, Tensor], start: int, numbers: Tensor) -> None:
@@ -114,7 +113,7 @@ class CompactFormat(StateFormat):
         return codes, StatePart(f"{value.name}_scale", torch.bfloat16, BLOCK)
 
     def encode(self, value: StateValue, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return the codes and the scales of fp32 numbers.
+        """Compute the codes and the scales of fp32 numbers.
 
         Signed: code = rint(254 * (m / (s + |m|))). Otherwise r = sqrt(v) with the scale of r, and
         code = rint(r * (255 / s)), at least 1 if r > 0: a second moment of 0 would blow the next step up.
@@ -137,7 +136,7 @@ class CompactFormat(StateFormat):
         return codes.view(-1)[: numbers.numel()], scales
 
     def decode(self, value: StateValue, kept: tuple[Tensor, ...]) -> Tensor:
-        """Return the fp32 numbers of codes and scales, as a fresh tensor.
+        """Decode the fp32 numbers of codes and scales, as a fresh tensor.
 
         Signed: m = code / (254 - |code|) * s. Otherwise r = code * (s / 255), v = r * r.
         """
@@ -152,7 +151,7 @@ class CompactFormat(StateFormat):
 
 
 def _scales(blocks: Tensor) -> Tensor:
-    """Return each block's largest magnitude, rounded up to bf16; 0 if it is below `SMALLEST_SCALE`."""
+    """Compute each block's largest magnitude, rounded up to bf16; 0 if it is below `SMALLEST_SCALE`."""
     bits = blocks.abs().amax(dim=1).view(torch.int32)
     # Not above the largest finite bf16 number: an infinite scale would make every code of the block 0.
     upper = ((bits + 0xFFFF) >> 16).clamp_(max=0x7F7F)
@@ -161,7 +160,7 @@ def _scales(blocks: Tensor) -> Tensor:
 
 
 def exact_root(values: Tensor) -> Tensor:
-    """Return the correctly rounded square root of fp32 values in host memory.
+    """Compute the correctly rounded square root of fp32 values in host memory.
 
     NumPy uses the processor's own instruction. Eager `torch.sqrt` goes through MKL, whose last bit is off for 20 %
     of the values; through float64 the whole pass ran at 0.6 times the speed.

@@ -114,7 +114,7 @@ class HostOptimizer:
 
 
 def _shown(working: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer with the same parameters, state and attributes, and hyperparameters of its own."""
+    """Make an optimizer with the same parameters, state and attributes, and hyperparameters of its own."""
     shown: torch.optim.Optimizer = object.__new__(type(working))
     shown.__dict__.update(working.__dict__)
     shown.param_groups = [

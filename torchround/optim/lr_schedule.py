@@ -26,7 +26,7 @@ class LRSchedule:
         self.total_steps = total_steps
 
     def __call__(self, step: int) -> float:
-        """Return the rate for `step`, counted from 0. From `total_steps` on it is the last step's rate."""
+        """Compute the rate for `step`, counted from 0. From `total_steps` on it is the last step's rate."""
         updates = min(step + 1, self.total_steps)
         warmup = self.table.warmup_steps
         if updates <= warmup:
@@ -39,7 +39,7 @@ class LRSchedule:
 
 
 def _shape(decay: str, progress: float) -> float:
-    """Return the share of the way from floor to full rate at `progress` in (0, 1]; 0 at the end."""
+    """Compute the share of the way from floor to full rate at `progress` in (0, 1]; 0 at the end."""
     if decay == "linear":
         return 1.0 - progress
     if decay == "cosine":

@@ -4,7 +4,26 @@ An `Optimizer` chooses an `UpdateRule` for each parameter. A rule says which val
 update changes them and the weight. A `StateFormat` says how the values are kept. The store, checkpoints, the planner
 and the compiled pass ask these three and know no optimizer by name.
 
-A new optimizer is a file in `optim/rules/` and a table in `config/optimizer_tables.py`.
+A new optimizer is a file in `optim/rules/` and a table in `config/optimizer_tables.py`; docs/optimizers.md has all of Lion.
+`UpdateRule` and `Optimizer` are the contract. Sign descent with momentum, for example, is this beside its table:
+
+    @dataclass(frozen=True)
+    class SignRule(UpdateRule):
+        beta: float
+        values = (StateValue("momentum"),)
+
+        def numbers(self, lr, update, gradient_scale):
+            return gradient_scale, self.beta, 1.0 - self.beta, -lr
+
+        def new_values(self, weight, values, gradient, numbers, direction):
+            momentum = values[0] * numbers[1] + gradient * numbers[0] * numbers[2]
+            return weight + momentum.sign() * numbers[3], (momentum,)
+
+    class Sign(Optimizer[SignTable]):
+        table = SignTable
+
+        def rule_of(self, parameter):
+            return SignRule(self.settings.beta)
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +32,7 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +41,7 @@ from torchround.config.optimizer_tables import OptimizerTable
 from torchround.optim.formats import EXACT, FORMATS, StateFormat, StateValue
 
 Tensors = tuple[Tensor, ...]
+Keys = TypeVar("Keys", bound=OptimizerTable)
 
 
 @dataclass(frozen=True)
@@ -41,9 +61,15 @@ class ParameterFacts:
 class UpdateRule(ABC):
     """The update of parameters of one kind. A frozen dataclass: parameters with equal rules share a segment.
 
-    `kernel_source` is C++ of one element's arithmetic for the compiled pass; without it there is only the plain one.
-    A rule that `uses_direction` gets a second input beside the gradient, which devices computed from its `look_ahead`. A rule that
-    `can_predict` says in `next_step` where the state alone would move the weight.
+    - `values`: what is kept for each element. Each starts at zero, and a checkpoint holds it under its name.
+    - `kernel_source`: C++ of one element's arithmetic for the compiled pass, in the operations and the order of `new_values`.
+      Without it there is only the plain pass. It defines `update_values(float *values, float gradient, Numbers n)`, which
+      changes the values in place, and `updated_weight(float weight, const float *rooted, float gradient, float direction,
+      Numbers n)`, which gets those of the new values that are never negative as their roots. `n` are the numbers.
+    - `uses_direction`: an update gets a second input beside the gradient, which devices computed from `look_ahead`. The
+      optimizer's table says `updates_by_layer = False`.
+    - `can_predict`: `next_step` says where the state alone would move the weight, in C++ too: `next_step(const float *rooted,
+      Numbers n)`. The optimizer's table says `can_predict = True`.
     """
 
     values: ClassVar[tuple[StateValue, ...]]
@@ -53,50 +79,58 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def numbers(self, lr: float, update: int, gradient_scale: float) -> tuple[float, ...]:
-        """Return the numbers of one update in float64; each is rounded once to fp32. `update` counts from 1."""
+        """Compute the numbers of one update in float64; each is rounded once to fp32.
+
+        `update` counts the applied updates from 1. `new_values` has to multiply the gradient by `gradient_scale`, which undoes
+        the loss scale and clips.
+        """
 
     @abstractmethod
     def new_values(
         self, weight: Tensor, values: Tensors, gradient: Tensor, numbers: Tensors, direction: Tensor | None
     ) -> tuple[Tensor, Tensors]:
-        """Return the new weight and the new values as fresh fp32 tensors; the arguments are only read.
+        """Compute the new weight and the new values, in the order of `values`, as fresh tensors. The arguments are only read.
 
-        All are 1-D fp32 of equal length, `numbers` are `[]` fp32 tensors. Only exactly rounded operations are used, none
-        fused, so that the compiled pass can give the same bits.
+        All are 1-D fp32 of equal length, a chunk of a segment, so no element may depend on another. `numbers` are `[]` fp32
+        tensors. `direction` is None without `uses_direction`. Use only operations that IEEE 754 rounds exactly (add, subtract,
+        multiply, divide, `formats.exact_root`), none fused (`addcmul`, `lerp`), so that the compiled pass gives the same bits.
         """
 
     def next_step(self, values: Tensors, numbers: Tensors) -> Tensor:
-        """Return the step, weight decay apart, that the values ask for, as a fresh tensor."""
+        """Compute the step, weight decay apart, that the values ask for, as a fresh tensor."""
         raise TypeError(f"{type(self).__name__} cannot predict a step from its values")
 
     def look_ahead(self, values: Tensors, gradient: Tensor, numbers: Tensors) -> Tensor:
-        """Return what devices turn into the direction, fresh fp32. `numbers` that depend on the rate must not be read."""
+        """Compute what devices turn into the direction, fresh fp32. `numbers` that depend on the rate must not be read."""
         raise TypeError(f"{type(self).__name__} uses no direction")
 
 
-class Optimizer(ABC):
+class Optimizer(ABC, Generic[Keys]):
     """An optimizer with its settings: the rule of each parameter, and the format of the rules' values.
 
-    A subclass names the table that it is made from, by which `make_optimizer` finds it. If it
-    `splits_weights`, bf16 weights may be kept as device weights and residuals.
+    - `table`: the class of the settings, by which `make_optimizer` finds the optimizer. Both derive from their base class
+      itself: a class that derives from another optimizer's is not found.
+    - `splits_weights`: whether bf16 weights may be kept as device weights and residuals.
     """
 
     table: ClassVar[type[OptimizerTable]]
     splits_weights: ClassVar[bool] = True
 
-    def __init__(self, settings: OptimizerTable) -> None:
+    def __init__(self, settings: Keys) -> None:
         self.settings = settings
         self.format: StateFormat = FORMATS[settings.state]
 
     @abstractmethod
-    def rule_of(self, parameter: ParameterFacts) -> UpdateRule: ...
+    def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
+        """Choose the rule of a parameter. `parameter.is_decayed`: weight decay applies to it."""
 
 
-def make_optimizer(table: OptimizerTable) -> Optimizer:
+def make_optimizer(table: OptimizerTable) -> Optimizer[Any]:
     """Make the optimizer whose class names the class of the table. Raises `KeyError` if none does."""
     for module in iter_modules([str(Path(__file__).with_name("rules"))]):
         import_module(f"torchround.optim.rules.{module.name}")
-    known = {found.table: found for found in Optimizer.__subclasses__() if hasattr(found, "table")}
+    classes: list[type[Optimizer[Any]]] = Optimizer.__subclasses__()
+    known = {found.table: found for found in classes if hasattr(found, "table")}
     return known[type(table)](table)
 
 
@@ -115,7 +149,7 @@ class Unchanged(UpdateRule):
         raise TypeError("weights without state have no update")
 
 
-class NoState(Optimizer):
+class NoState(Optimizer[OptimizerTable]):
     """The optimizer of a store without state: of inference, and of optimizers of `torch.optim`, which need fp32 leaves."""
 
     splits_weights = False

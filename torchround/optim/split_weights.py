@@ -14,7 +14,7 @@ HALF = 0x8000
 
 
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the device weight (bf16) and the residual (int16) of fp32 weights, as fresh tensors of the same shape.
+    """Split fp32 weights into device weights (bf16) and residuals (int16), as fresh tensors of the same shape.
 
     A weight above the largest bf16 value has an infinite device weight; its residual still gives it back.
     """
@@ -26,6 +26,6 @@ def split(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(device_weight: Tensor, residual: Tensor) -> Tensor:
-    """Return the fp32 weights that `split` made these bf16 and int16 tensors from, as a fresh tensor."""
+    """Join the fp32 weights that `split` made these bf16 and int16 tensors from, as a fresh tensor."""
     upper = device_weight.view(torch.int16).to(torch.int32)
     return (upper << 16).add_(residual).view(torch.float32)

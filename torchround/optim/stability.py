@@ -29,7 +29,7 @@ _NORM_EPS = 1e-6
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Return the sum of squares of a 1-D tensor of any floating dtype, as a `[]` float64 tensor.
+    """Compute the sum of squares of a 1-D tensor of any floating dtype, as a `[]` float64 tensor.
 
     Squares and sums are float64, so a finite 16-bit or 32-bit gradient never overflows to an infinite norm. The bits
     are the same for any number of threads. Takes at most 2 MiB of scratch.
@@ -44,7 +44,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
 
 def clip_scale(total_norm: float | Tensor, max_norm: float) -> float:
-    """Return the factor that brings gradients of norm `total_norm` to at most `max_norm`, as `clip_grad_norm_` does.
+    """Compute the factor that brings gradients of norm `total_norm` to at most `max_norm`, as `clip_grad_norm_` does.
 
     It is `min(1, max_norm / (total_norm + 1e-6))`, and 1 when `max_norm` is 0, which turns clipping off. A norm that
     is not finite has no useful factor (the result is 0 or nan): the caller skips such an update altogether.
@@ -75,7 +75,7 @@ class ScaleState:
     good_steps: int = 0
 
     def after(self, used_scale: float, overflowed: bool) -> "ScaleState":
-        """Return the state after one more step, which used `used_scale`.
+        """Compute the state after one more step, which used `used_scale`.
 
         An overflow halves the scale that the step used, not the current one: when two steps in flight overflow with
         the same scale, the second one halves nothing further.
@@ -100,11 +100,11 @@ class LossScaling:
         self.load_state_dict(0, {})
 
     def scale_of(self, step: int) -> float:
-        """Return the factor on the loss of step `step`; needs the records up to step - 2."""
+        """Compute the factor on the loss of step `step`; needs the records up to step - 2."""
         return self._after[step - DELAY_STEPS].scale
 
     def can_fall(self, scale: float) -> bool:
-        """Return whether a lower scale can answer an overflow under `scale`: then it is no fault."""
+        """Check whether a lower scale can answer an overflow under `scale`: then it is no fault."""
         return self.dynamic and scale > LOWEST_SCALE
 
     def record(self, step: int, overflowed: bool) -> None:
@@ -114,7 +114,7 @@ class LossScaling:
         self._after.pop(step - DELAY_STEPS - 1, None)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return what a run that resumes at `step` needs, JSON-able. Every earlier step must be recorded."""
+        """Save what a run that resumes at `step` needs, JSON-able. Every earlier step must be recorded."""
         if not self.dynamic:
             return {}
         return {"after": [asdict(self._after[step - back]) for back in (2, 1)]}
@@ -160,7 +160,7 @@ class SpikeBounds:
         }
 
     def spike(self, loss: float, grad_norm: float) -> Spike | None:
-        """Return the first of the two values that is above its bound, if any."""
+        """Find the first of the two values that is above its bound, if any."""
         for (name, window), value in zip(self._values.items(), (loss, grad_norm), strict=True):
             if len(window) == window.maxlen:
                 median = statistics.median(window)

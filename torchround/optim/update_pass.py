@@ -44,7 +44,7 @@ class UpdateBuffers:
         return self.written.numel()
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Return the fp32 weights of a chunk: a view, or joined from their halves."""
+        """Read the fp32 weights of a chunk: a view, or joined from their halves."""
         if self.weight is not None:
             return self.weight[start:stop]
         assert self.current is not None and self.residual is not None, "split weights have both halves"

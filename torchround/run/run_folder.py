@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
-from torchround.checkpoint.folders import free_bytes_at
+from torchround.checkpoint.folders import RUN_SUBFOLDER, free_bytes_at
 from torchround.config import Config, RunTable, to_toml
 from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
@@ -48,7 +48,7 @@ class RunFolder:
         if folder.startswith("~"):
             raise RunError(f"run.folder: {folder}: there is no such user")
         self.path = Path(folder) / table.name
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / RUN_SUBFOLDER
         self.team = team or MachineTeam()
         self._lock = -1
 

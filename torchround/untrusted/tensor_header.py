@@ -22,7 +22,7 @@ class TensorEntry(NamedTuple):
 def read_tensor_header(
     file: BinaryIO, most_header_bytes: int, item_bytes: Mapping[str, int]
 ) -> tuple[int, dict[str, TensorEntry]]:
-    """Return where the tensors begin in the file, and each tensor's entry in the order of the header.
+    """Find where the tensors begin in the file, and each tensor's entry in the order of the header.
 
     `item_bytes` gives the size of an element of each known dtype; lengths of other dtypes cannot be checked. Raises
     `EOFError` if the file or `most_header_bytes` ends before the header or its tensors do, otherwise `ValueError`.

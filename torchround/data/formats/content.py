@@ -52,7 +52,7 @@ class RecordReader:
         return (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
 
     def columns(self, names: list[str]) -> list[str]:
-        """Return those of a table's columns that have to be read: all of them, if a field is missing or fields vary."""
+        """List those of a table's columns that have to be read: all of them, if a field is missing or fields vary."""
         if self.table.content in ("messages", "prompt_completion"):
             return names
         if self.table.content == "alpaca":
@@ -66,7 +66,7 @@ class RecordReader:
         return self.tokenizer is None or splits_at(self.tokenizer, text, place, self.table.special_tokens)
 
     def read(self, document: Document, record: Record) -> Content:
-        """Return the content of a document's record; a blank line gives an empty text. Raises `DataError`."""
+        """Read the content of a document's record; a blank line gives an empty text. Raises `DataError`."""
         if isinstance(record, bytes) and not record.strip():
             return ""  # the reader passes over empty texts
         try:
@@ -91,7 +91,7 @@ class RecordReader:
         return value
 
     def _pair(self, record: dict[str, Any]) -> tuple[TextSpan, ...]:
-        """Return a prompt and its completion, of which only the completion is learnt."""
+        """Read a prompt and its completion, of which only the completion is learnt."""
         prompt, completion = _field(record, PROMPT), _field(record, COMPLETION)
         if isinstance(prompt, str) and isinstance(completion, str):
             assert self.tokenizer is not None, f"source {self.table.path} has no tokenizer for its pairs"
@@ -180,7 +180,7 @@ def _messages(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """Return a message with `role` and `content`, from either shape, without the fields that are null."""
+    """Read a message with `role` and `content`, from either shape, without the fields that are null."""
     if not isinstance(message, dict):
         raise DataError(f"message {index} is a {type(message).__name__}, not an object")
     fields = {key: value for key, value in message.items() if value is not None}
@@ -206,7 +206,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
 
 
 def _optional_text(record: dict[str, Any], name: str) -> str:
-    """Return a field that may be missing, null or empty; each of these gives an empty string."""
+    """Read a field that may be missing, null or empty; each of these gives an empty string."""
     value = record.get(name) or ""
     if not isinstance(value, str):
         raise DataError(f"field {name!r} is a {type(value).__name__}, not a string")

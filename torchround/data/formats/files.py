@@ -51,7 +51,7 @@ SplitsAt = Callable[[str, int], bool]
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the named file, or the files that a glob matches, sorted by name. Raises `DataError` if no file exists."""
+    """Find the named file, or the files that a glob matches, sorted by name. Raises `DataError` if no file exists."""
     if path == PYTHON_STDLIB:
         return _stdlib_files()
     path = os.path.expanduser(path)
@@ -77,7 +77,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def _stdlib_files() -> list[Path]:
-    """Return the modules of Python's own library, without tests, installed packages and files that are not UTF-8."""
+    """List the modules of Python's own library, without tests, installed packages and files that are not UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -98,7 +98,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def kind_of(path: Path, format: str) -> str:
-    """Return `text`, `jsonl`, `json` or `parquet`. The format `auto` decides by the ending of the name.
+    """Choose `text`, `jsonl`, `json` or `parquet`. The format `auto` decides by the ending of the name.
 
     Raises `DataError` for a table in text, which would otherwise be read as one text.
     """
@@ -118,7 +118,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def size_bytes(path: Path) -> int:
-    """Return the size of a file. Raises `DataFileError` if it cannot be opened."""
+    """Measure the size of a file. Raises `DataFileError` if it cannot be opened."""
     # Opened and not only asked for its size: a file without permission to read should fail here, at the start.
     try:
         with path.open("rb") as file:
@@ -189,7 +189,7 @@ def index_file(path: Path, format: str) -> FileIndex:
 
 
 def _line_starts(path: Path) -> TokenIds:
-    """Return the byte offset of each line, and the file's end. A newline at the end begins no further line."""
+    """Find the byte offset of each line, and the file's end. A newline at the end begins no further line."""
     starts = array("q", [0])  # grows in place: joining arrays at the end would need twice the memory
     offset = 0
     progress = Progress(f"indexing {path}", text=size_text)
@@ -211,7 +211,7 @@ def _opens_array(path: Path) -> bool:
 
 
 def _array_starts(path: Path) -> TokenIds:
-    """Return the bytes `[n + 1]` at which the elements of a JSON array begin, and at which the last one ends.
+    """Find the bytes `[n + 1]` at which the elements of a JSON array begin, and at which the last one ends.
 
     The whole file is in memory meanwhile. Raises `DataError` with the byte at which it is no array.
     """
@@ -263,14 +263,14 @@ def read_file_piece(
 
 
 def piece_end(text: str, offset: int, splits_at: SplitsAt) -> int:
-    """Return the end, in characters, of the piece that begins at character `offset`."""
+    """Find the end, in characters, of the piece that begins at character `offset`."""
     if len(text) - offset <= PIECE_SIZE:
         return len(text)
     return offset + _cut_point(text[offset : offset + PIECE_SIZE], splits_at)
 
 
 def _cut_point(text: str, splits_at: SplitsAt) -> int:
-    """Return how many characters of `text` form a piece, if more text follows it.
+    """Find how many characters of `text` form a piece, if more text follows it.
 
     The pieces have the tokens of the whole text if `splits_at` accepts the place. The first choice is the start of a line that
     begins with a visible character other than `/`, because most patterns end a token there. GPT-2's does not after an

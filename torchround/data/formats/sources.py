@@ -35,19 +35,18 @@ class Source(ABC):
         self._last_read: tuple[Document, Content] | None = None
 
     @abstractmethod
-    def first_cursor(self) -> Cursor:
-        """Return the cursor at which every pass begins."""
+    def first_cursor(self) -> Cursor: ...
 
     @abstractmethod
     def locate(self, cursor: Cursor, key: EpochKey | None) -> tuple[Document, Cursor] | None:
-        """Return the document at `cursor` and the cursor after it, or None at the end of the pass.
+        """Find the document at `cursor` and the cursor after it, or None at the end of the pass.
 
         `key` fixes the shuffled order of the pass; with None the documents come as listed.
         """
 
     @abstractmethod
     def first_documents(self, count: int) -> list[Document]:
-        """Return the first `count` documents as listed, or fewer if there are no more. Moves no cursor."""
+        """List the first `count` documents as listed, or fewer if there are no more. Moves no cursor."""
 
     @abstractmethod
     def count(self) -> int | None:
@@ -198,7 +197,7 @@ class RecordStream(Source):
         return f"{len(self._parts)} parts (layout {digest[:12]})"
 
     def _find_block(self, rank: int, start: int, key: EpochKey | None) -> list[Document]:
-        """Return the documents of a block in the order of the pass. An empty block ends its part."""
+        """List the documents of a block in the order of the pass. An empty block ends its part."""
         if self._block_id != (rank, start, key):
             part = rank if key is None else int(epoch_order(len(self._parts), key)[rank])
             documents = self._read(part, start)

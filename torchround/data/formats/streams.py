@@ -60,7 +60,7 @@ def open_source(table: SourceTable, records: RecordReader | None = None) -> Sour
 
 
 def _users_part(module: str, path: Path) -> StreamPart:
-    """Return a part whose records the user's module reads: `read(path)` yields a mapping for each."""
+    """Make a part whose records the user's module reads: `read(path)` yields a mapping for each."""
     try:
         read = users_module(module).read
     except (ImportError, AttributeError) as error:
@@ -158,7 +158,7 @@ def _decompressed(path: Path) -> Iterator[bytes]:
 
 
 def _parquet_parts(path: Path, records: RecordReader) -> list[StreamPart]:
-    """Return one part per row group, so that the records of a large file come in another order than its own."""
+    """Make one part per row group, so that the records of a large file come in another order than its own."""
     parquet = _optional("pyarrow.parquet", path)
     file_bytes = size_bytes(path)
     try:
@@ -189,7 +189,7 @@ def _rows(parquet: Any, path: Path, group: int, columns: list[str]) -> Iterator[
 
 
 def _dataset_parts(table: SourceTable) -> list[StreamPart]:
-    """Return row ranges of a dataset in memory or on disk, or the shards of a streamed one."""
+    """List row ranges of a dataset in memory or on disk, or the shards of a streamed one."""
     package = _optional("datasets", table.path)
     try:
         loaded = _load_dataset(package, table)

@@ -47,7 +47,10 @@ class ChatTemplate:
         text, guard = self._write(conversation)
         parts = self._template.parts(text)
         sections = list(self._template.sections(parts))
-        learn = self._learnt_sections(sections, learnt_messages(conversation.messages))
+        texts = ["".join(part.text for part in parts[each.start : each.stop]) for each in sections]
+        learn = self._learnt_sections(
+            sections, [text.replace(guard or "", "") for text in texts], conversation
+        )
         return tuple(self._unguarded(self._spans(parts, sections, learn), guard))
 
     def prompt(self, conversation: Conversation) -> tuple[TextSpan, ...]:
@@ -55,8 +58,11 @@ class ChatTemplate:
         text, guard = self._write(conversation, asks=True)
         return tuple(self._unguarded(self._template.parts(text), guard))
 
-    def _learnt_sections(self, sections: Sequence[TurnSection], learnt: Sequence[bool]) -> list[bool]:
+    def _learnt_sections(
+        self, sections: Sequence[TurnSection], texts: Sequence[str], conversation: Conversation
+    ) -> list[bool]:
         """Say which sections are learnt, by assistant message. Raises `DataError` if they are not the messages' turns."""
+        learnt = learnt_messages(conversation.messages)
         # The number, from 1, of the turn that each section belongs to.
         turns = list(accumulate(not section.continues for section in sections))
         num_turns = turns[-1] if turns else 0
@@ -69,8 +75,10 @@ class ChatTemplate:
             return [learnt[0]] * len(sections)
         if num_turns == len(learnt):
             return [learnt[turn - 1] for turn in turns]
-        if len(sections) == len(learnt):
-            return list(learnt)
+        # Equal counts are no proof: a template may leave one message out and write another one in two sections.
+        answers = [message for message in conversation.messages if message["role"] == "assistant"]
+        if len(sections) == len(learnt) and all(map(_is_written, answers, texts)):
+            return learnt
         raise DataError(
             "the chat template does not write each message of the assistant as a turn of its own, so those with weight "
             "0 or train = false cannot be told from the others"
@@ -152,6 +160,15 @@ class ChatTemplate:
 
 def _marked(parts: Sequence[TextSpan], learn: bool) -> list[TextSpan]:
     return [TextSpan(part.text, learn, part.special) for part in parts]
+
+
+def _is_written(message: Message, text: str) -> bool:
+    """Check whether `text` is all that a template wrote of a message: its content and its calls. Reasoning may be apart."""
+    if not isinstance(content := message.get("content") or "", str) or any(map(message.get, REASONING)):
+        return False
+    calls = message.get("tool_calls") or ()
+    wanted = [*([content.strip()] if content.strip() else []), *(call["function"]["name"] for call in calls)]
+    return bool(wanted) and all(each in text for each in wanted)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

@@ -35,7 +35,7 @@ class TemplateSource:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return a short hash of everything that decides what is written."""
+        """Hash everything that decides what is written."""
         parts = [self.text or ""]
         # Added only if they are there, so that data positions of runs without them stay valid.
         if self.settings:

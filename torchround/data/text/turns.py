@@ -5,18 +5,27 @@ the token that ends it. Header and end hold tokens that only the template can wr
 added tokens that are not special if the template's headers or ends need them.
 """
 
+import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchround.data.document_types import DataError, TextSpan, TokenizerError
 from torchround.data.text.tokenizer import Tokenizer, names_pattern
-from torchround.untrusted.template_sandbox import sandbox
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>")
+
+# `strftime_now` always gives this day, so that a run resumed tomorrow reads the same text as today. Llama 3.1's
+# template falls back to it.
+FIXED_DAY = datetime.datetime(2024, 7, 26)
 
 QUESTION, ANSWER, THOUGHT = "a question to probe with", "an answer to probe with", "a thought to probe with"
 
@@ -173,7 +182,7 @@ class TurnTemplate:
         return sum(self._is_header(parts, index) for index in range(len(parts)))
 
     def _rest(self, text: str, shorter: str) -> str:
-        """Return what is left of `text` after the beginning that it shares with another text."""
+        """Cut off the beginning that `text` shares with another text."""
         # By parts first: two tokens may begin with the same letters.
         parts, others = self.parts(text), self.parts(shorter)
         shared = 0
@@ -185,7 +194,7 @@ class TurnTemplate:
         return rest
 
     def _common(self, texts: Sequence[str]) -> tuple[TextSpan, ...]:
-        """Return the parts that all texts begin with; the last one may be the beginning of a part."""
+        """Find the parts that all texts begin with; the last one may be the beginning of a part."""
         found = []
         for parts in zip(*map(self.parts, texts), strict=False):
             if len(set(parts)) == 1:
@@ -206,3 +215,36 @@ class TurnTemplate:
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+# Jinja's sandbox for templates: no files, no attributes of Python's objects.
+
+
+class GenerationTag(Extension):
+    """The tag `{% generation %}`, which marks assistants' turns for other trainers and changes nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 (a plain attribute of the base class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def sandbox() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    # A random text would differ after a resume.
+    del environment.filters["random"], environment.globals["lipsum"]
+    environment.filters["tojson"] = to_json
+    environment.globals.update(raise_exception=raise_exception, strftime_now=FIXED_DAY.strftime)
+    return environment
+
+
+def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **further: Any) -> str:
+    """Write JSON for a model to read: no HTML escapes, and letters of all scripts unescaped."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **further)
+
+
+def raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -55,7 +55,7 @@ class AdamWRule(UpdateRule):
     def new_values(
         self, weight: Tensor, values: Tensors, gradient: Tensor, numbers: Tensors, direction: Tensor | None
     ) -> tuple[Tensor, Tensors]:
-        """Return the new weight, and the new first and second moment.
+        """Compute the new weight and moments:
 
         g = gradient * gradient_scale
         m = exp_avg + (1 - beta1) * (g - exp_avg)
@@ -71,22 +71,18 @@ class AdamWRule(UpdateRule):
         return weight.mul(decay).add_(self.next_step((first, second), numbers)), (first, second)
 
     def next_step(self, values: Tensors, numbers: Tensors) -> Tensor:
-        """Return -lr * m_hat / (sqrt(v_hat) + eps) of the kept moments."""
+        """Compute -lr * m_hat / (sqrt(v_hat) + eps) of the kept moments."""
         first, second = values
         root_scale, eps, minus_step = numbers[4], numbers[5], numbers[7]
         denominator = exact_root(second).mul_(root_scale).add_(eps)
         return first.mul(minus_step).div_(denominator)
 
 
-class AdamW(Optimizer):
+class AdamW(Optimizer[AdamWTable]):
     """AdamW for all parameters; weight decay for those that are decayed."""
 
     table = AdamWTable
 
-    def __init__(self, settings: AdamWTable) -> None:
-        super().__init__(settings)
-        self._betas, self._eps = settings.betas, settings.eps
-
     def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
         decay = self.settings.weight_decay if parameter.is_decayed else 0.0
-        return AdamWRule(self._betas, self._eps, decay)
+        return AdamWRule(self.settings.betas, self.settings.eps, decay)

@@ -46,7 +46,7 @@ class MuonRule(UpdateRule):
     def new_values(
         self, weight: Tensor, values: Tensors, gradient: Tensor, numbers: Tensors, direction: Tensor | None
     ) -> tuple[Tensor, Tensors]:
-        """Return the new weight and the new momentum.
+        """Compute the new weight and the new momentum.
 
         m = momentum + (1 - beta) * (gradient * gradient_scale - momentum)
         w = (1 - lr * weight_decay) * weight - lr * lr_ratio * direction
@@ -57,7 +57,7 @@ class MuonRule(UpdateRule):
         return updated, (self._new_momentum(values, gradient, numbers)[0],)
 
     def look_ahead(self, values: Tensors, gradient: Tensor, numbers: Tensors) -> Tensor:
-        """Return what devices orthogonalise: the new momentum, with Nesterov's `m + (1 - beta) * (gradient - m)`."""
+        """Compute what devices orthogonalise: the new momentum, with Nesterov's `m + (1 - beta) * (gradient - m)`."""
         momentum, scaled = self._new_momentum(values, gradient, numbers)
         return momentum.sub(momentum.sub(scaled).mul_(numbers[1]))
 
@@ -78,22 +78,19 @@ class OtherRateRule(AdamWRule):
         return super().numbers(lr * self.lr_ratio, update, gradient_scale)
 
 
-class Muon(Optimizer):
+class Muon(Optimizer[MuonTable]):
     """Muon for the matrices of blocks, each expert its own matrix, and AdamW for everything else."""
 
     table = MuonTable
 
-    def __init__(self, settings: MuonTable) -> None:
-        super().__init__(settings)
-        self._muon = settings
-        self._adamw_ratio = 1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr
-
     def rule_of(self, parameter: ParameterFacts) -> UpdateRule:
-        """Return the rule of a parameter. Matrices whose learning rate their shape changes alike share one."""
-        decay = self.settings.weight_decay if parameter.is_decayed else 0.0
+        """Choose the rule of a parameter. Matrices whose learning rate their shape changes alike share one."""
+        keys = self.settings
+        decay = keys.weight_decay if parameter.is_decayed else 0.0
         if parameter.is_block_matrix:
-            return MuonRule(self._muon.momentum, decay, lr_ratio(parameter.shape))
-        return OtherRateRule(self._muon.betas, self._muon.eps, decay, self._adamw_ratio)
+            return MuonRule(keys.momentum, decay, lr_ratio(parameter.shape))
+        ratio = 1.0 if keys.adamw_lr is None else keys.adamw_lr / keys.lr
+        return OtherRateRule(keys.betas, keys.eps, decay, ratio)
 
 
 def lr_ratio(shape: torch.Size) -> float:
