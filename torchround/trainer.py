@@ -22,6 +22,7 @@ from torchround.observe.run_page import PAGE_FILE, draw_pictures
 from torchround.optim import LRSchedule
 from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
+from torchround.planning.update_modes import STEPS_UNDER_WAY
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler
@@ -245,7 +246,7 @@ class Trainer:
             if measured is not None:
                 measured.append(result)
             # One step stays under way, so that the devices compute while the step before it is reported.
-            self._report(leave=1)
+            self._report(leave=STEPS_UNDER_WAY - 1)
             # The last step too: it may be due to be saved, and its checkpoint should know its validation.
             step = self._position.step
             if self._validation.is_due(step, self._total_steps):

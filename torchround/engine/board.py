@@ -2,9 +2,15 @@
 
 A `Flag` is something that happens once: a value that is made, a use of memory that ends (`tasks.py`).
 
-A hang is noticed and reported here alone, by `Watchdog`: the caller's thread looks around while it waits. If nothing has moved
+A hang is noticed and reported here, by `Watchdog`: the caller's thread looks around while it waits. If nothing has moved
 for `engine.hang_timeout_s`, `_look` gives `Board.fail` a `HangError` (`errors.py`) with the lines of `_report`: what each thread
 waits for, as it told `Board.waits`. All waits end, and the call in progress raises it (`Engine._raise_failure`).
+
+    what hangs                                   noticed by
+    device, optimizer, saver, reader of files    `Watchdog`
+    a machine that lives and sends nothing       `Watchdog`: the thread of that peer waits
+    a machine that is gone                       `Liveness` (`machines/`) after `machines.timeout_s`; its error comes to `Board.fail`
+    a compiler                                   nothing: while one works, the watchdog does not count (docs/faults.md)
 """
 
 import sys

@@ -46,11 +46,10 @@ from torchround.optim.optimizer import make_optimizer
 from torchround.planning.machine_shares import StepShare, step_share
 from torchround.planning.memory import forward_stages
 from torchround.planning.partition import Partition, Stage, StageTask, evaluation_tasks, step_tasks
+from torchround.planning.update_modes import STEPS_UNDER_WAY
 
 T = TypeVar("T")
 
-# The next step is dispatched while one runs; more would only hold more boundary activations.
-MOST_PASSES_UNDER_WAY = 2
 # Time that ending allows for all threads together, and then for each bundle of an update under way. A thread
 # inside a computation cannot be interrupted; it is a daemon and ends with the process.
 JOIN_S = 30.0
@@ -303,7 +302,8 @@ class Engine:
 
     def _make_room(self) -> None:
         """Wait for the pass before the last. The next pass belongs to the next step, whose update cannot be waited for yet."""
-        while len(self._under_way) >= MOST_PASSES_UNDER_WAY:
+        # The next step is dispatched while one runs; more would only hold more boundary activations.
+        while len(self._under_way) >= STEPS_UNDER_WAY:
             result = self._under_way.popleft()
             # Only the last pass of a step waits for its update. Otherwise the next step could not begin beside it.
             is_last = result.step < min(self._program.next_step, self._under_way[0].step)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import Partition
 from torchround.planning.planner import InfeasiblePlanError, make_plan
-from torchround.planning.update_modes import mode_of
+from torchround.planning.update_modes import MODES, SYNC, mode_of
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import parameter_counts
 
@@ -69,18 +69,17 @@ class Pipeline:
         optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
         *,
         max_norm: float = 0.0,
-        update: Literal["sync", "async"] = "sync",
+        update: str = SYNC.name,
         seed: int = 0,
         partition: Partition | None = None,
         device_memory_gib: float | None = None,
         **settings: Any,
     ) -> None:
         check_net(net)
-        if update not in ("sync", "async") or not 0 <= max_norm < math.inf:
+        modes = [name for name, mode in MODES.items() if not mode.updates_by_layer]
+        if update not in modes or not 0 <= max_norm < math.inf:
             asked = f"update={update!r}, max_norm={max_norm!r}"
-            raise EngineUsageError(
-                f'{asked}; legal: update "sync" or "async", and a finite max_norm of at least 0'
-            )
+            raise EngineUsageError(f"{asked}; legal: update in {modes}, and a finite max_norm of at least 0")
         self.lr = settings.get("lr", DEFAULTS["lr"])
         self._seed, self._max_norm = seed, max_norm
         self._given = self.partition = partition

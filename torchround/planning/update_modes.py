@@ -12,6 +12,10 @@ from typing import Literal
 
 from torchround.planning.partition import PlanError
 
+STEPS_UNDER_WAY = 2
+"""Steps that are dispatched before the oldest of them has ended, in any mode. Host buffers are counted for pairs of passes
+(`HostBatch._pairs`, `BufferReservation.reserve_for`), so more than two would need more than this number."""
+
 ModeName = Literal["sync", "async", "bounded"]
 """The legal values of `engine.update`: the names of `MODES`."""
 
@@ -29,8 +33,8 @@ class UpdateMode:
     versions: int
     """Versions V of the device weights on the host and in checkpoints, an element of `training.dtype` per trained parameter
     each. Step t reads v(t - V + 1), and the first steps v(0). From 2 on the last gradient delays no step: steps overlap, and
-    jobs of devices for the update (Muon) come among the stages of the next step. The engine has at most two steps under way
-    with any V, which predicted step times do not know for V > 2."""
+    jobs of devices for the update (Muon) come among the stages of the next step. With V > 2, predicted step
+    times do not know `STEPS_UNDER_WAY`, which then bounds the overlap."""
 
     search_effort: int
     """The most that annealing costs for one number of rounds, in timed stages (`search.py`)."""

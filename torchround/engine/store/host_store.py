@@ -6,13 +6,14 @@ optimizer's thread writes, in tasks that `program.py` orders; `receive` runs on 
     writer                  writes  when
     initialize              D S     before the first engine of a new run: the layers' own weights, or pretrained ones
     writing, write_weights  D S     between engines: weights by name, such as a state dict of the library
-    loadable_views, resume  D S     between engines: the reader of a checkpoint fills the views, `resume` makes what they lack
+    loadable_views, resume  D S     between engines: the reader of a checkpoint (or of the library's state dict, by `named_views`)
+                                    fills the views, `resume` makes what they lack
     set_stale_layers        D       when an engine begins with fewer stale layers, or ends inside a step: those that lag no more
     receive                 D       on machines that do not own a bundle: before the first step, then after each write by its owner
-    update                  D S     "the update" of a step (not with a `HostOptimizer`)
-    step_host_optimizer     S       "the optimizer" of a step: all weights at once, before its updates
+    update                  D S     "the update" of a step (not with a `HostOptimizer`); S alone of a bundle that lags
+    step_host_optimizer     S       "the optimizer" of a step: all weights at once, and its own state, before the updates
     derive_device_weights   D       "the update" after that; and "the stale device weights" of `bounded`, behind a step's forward
-    copy_version            D       "the update" or "the receiving" of a skipped step, if there are two versions
+    copy_version            D       "the update" or "the receiving" of a skipped step, if there are several versions
     write_true_weights      D       a validation begins: predicted or stale weights become the true ones
     restore_device_weights  D       it ends: what was there before
 
@@ -189,7 +190,7 @@ class HostStore:
 
     def set_stale_layers(self, stale_layers: int) -> None:
         """Change `stale_layers` between steps. Bundles that lag no more get their newest device weights."""
-        lagged = list(filter(self.lags, self.trained))
+        lagged = list(filter(self.lags, self.owned))
         self.stale_layers = stale_layers
         for bundle in lagged:
             if not self.lags(bundle):
