@@ -5,25 +5,7 @@ update changes them and the weight. A `StateFormat` says how the values are kept
 and the compiled pass ask these three and know no optimizer by name.
 
 A new optimizer is a file in `optim/rules/` and a table in `config/optimizer_tables.py`; docs/optimizers.md has all of Lion.
-`UpdateRule` and `Optimizer` are the contract. Sign descent with momentum, for example, is this beside its table:
-
-    @dataclass(frozen=True)
-    class SignRule(UpdateRule):
-        beta: float
-        values = (StateValue("momentum"),)
-
-        def numbers(self, lr, update, gradient_scale):
-            return gradient_scale, self.beta, 1.0 - self.beta, -lr
-
-        def new_values(self, weight, values, gradient, numbers, direction):
-            momentum = values[0] * numbers[1] + gradient * numbers[0] * numbers[2]
-            return weight + momentum.sign() * numbers[3], (momentum,)
-
-    class Sign(Optimizer[SignTable]):
-        table = SignTable
-
-        def rule_of(self, parameter):
-            return SignRule(self.settings.beta)
+`UpdateRule` and `Optimizer` are the contract.
 """
 
 from abc import ABC, abstractmethod
