@@ -254,9 +254,9 @@ class HostStore:
         kernels: Mapping[KernelKind, UpdateKernel],
     ) -> None:
         """Update an owned bundle after `step` steps, segment by segment. A retry continues from `progress`, one for each."""
-        every, predicts = self.update_buffers(bundle, step), self.policy.predicts
-        self.observer.touched(bundle.inputs(step), [*bundle.state(), *(buffers.written for buffers in every)])
-        for buffers, done in zip(every, progress, strict=True):
+        predicts = self.policy.predicts
+        self.observer.touched(bundle.inputs(step), [*bundle.state(), self._written(bundle, step)])
+        for buffers, done in zip(self.update_buffers(bundle, step), progress, strict=True):
             kind = KernelKind.of(buffers, predicts) if kernels else None
             update_(
                 buffers,
@@ -270,9 +270,11 @@ class HostStore:
 
     def update_buffers(self, bundle: Bundle, step: int) -> list[UpdateBuffers]:
         """List what the update of an owned bundle after `step` steps reads and writes, segment by segment."""
+        return [*bundle.update_buffers(self._written(bundle, step), step)]
+
+    def _written(self, bundle: Bundle, step: int) -> Tensor:
         # The fp32 weights in place of device weights that lag: the next step's forward has to read those first.
-        written = bundle.fp32_weight if self.lags(bundle) else bundle.version(step + 1)
-        return [*bundle.update_buffers(written, step)]
+        return bundle.fp32_weight if self.lags(bundle) else bundle.version(step + 1)
 
     def direction_scale(self, step: int) -> float:
         # Orthogonalisation takes a matrix of any scale, so what has a direction is not clipped.
