@@ -43,10 +43,11 @@ STATES = {
     "muon, experts": ("qwen3_moe", MUON),
     "muon, split": ("qwen2", MUON, BFLOAT16),
     "muon, compact": ("gemma2", MUON, COMPACT, BFLOAT16, "--engine.update=async"),
+    "adapters, experts": ("qwen3_moe", "--lora.rank=2", "--lora.targets=['q_proj', 'gate_up_proj', 'down_proj']"),
     "muon, adapters": ("qwen2", MUON, BFLOAT16, "--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']"),
 }
 RUNS = {**{kind: (kind,) for kind in KINDS}, **STATES}
-BY_DEFAULT = ("qwen3_moe", "muon, compact")
+BY_DEFAULT = ("qwen3_moe", "muon, compact", "adapters, experts")
 ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']", "--optimizer.lr=0.05")
 SINGLE = "model.safetensors"
 pytestmark = pytest.mark.thorough

@@ -237,6 +237,7 @@ CASES = {
     "adapters on experts": ("qwen3", "debug_moe", {}, ("o_proj", "up_proj")),
     "sinks, windows and biases": ("gpt_oss", "debug", {"window": 4}, ()),
     "adapters beside biases": ("gpt_oss", "debug", {}, ("gate_up_proj", "down_proj")),
+    "magnitudes beside dropout": ("llama3", "debug", {}, ("q_proj", "down_proj"), {"dora": True}),
 }
 
 
@@ -255,8 +256,8 @@ def packed(micro_batches):
 
 
 def family_run(case, compiles):
-    family, flavor, changes, adapters = CASES[case]
-    model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
+    family, flavor, changes, adapters, *settings = CASES[case]
+    model = decoder(family, flavor, adapters, (4, 8.0, 0.25), *settings, vocab_size=50, num_layers=2, **changes)
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
     partition = Partition((1, 1), 2, (1, 1)) if compiles else Partition((2,), 2, (2,))
     with toy_engine(partition, 1 + compiles, model=model, compiler=compiler) as engine:
