@@ -17,7 +17,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,18 +88,23 @@ class Adaptable(nn.Module):
     """
 
     adaptable: tuple[str, ...] = ()
-    adapted: Mapping[str, LoraShape] = MappingProxyType({})
+    # A tuple, because layers are compiled as one kind if their settings are equal.
+    shapes: tuple[tuple[str, LoraShape], ...] = ()
     inputs_first: bool = False
     lora: LoraShape | None = None
     place: int = 0
     seed: int | Tensor | None = None
+
+    @property
+    def adapted(self) -> Mapping[str, LoraShape]:
+        return dict(self.shapes)
 
     def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of `<name>_lora_a` and `<name>_lora_b` for the stack `name`."""
         raise TypeError(f"{type(self).__name__} has no stacked matrices")
 
     def add_adapters(self, lora: LoraShape, place: int, adapted: Mapping[str, LoraShape]) -> None:
-        self.lora, self.place, self.adapted = lora, place, adapted
+        self.lora, self.place, self.shapes = lora, place, tuple(adapted.items())
         for name, own in adapted.items():
             for suffix, shape in zip("ab", self.adapter_shapes(name, own), strict=True):
                 setattr(self, f"{name}_lora_{suffix}", nn.Parameter(torch.empty(shape, device="meta")))
@@ -151,7 +155,7 @@ class LoraLinear(nn.Linear, Adaptable):
     def __init__(self, base: nn.Linear, lora: LoraShape, place: int) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.lora, self.place, self.adapted = lora, place, {"weight": lora}
+        self.lora, self.place, self.shapes = lora, place, (("weight", lora),)
         self.lora_a = nn.Parameter(torch.empty(lora.rank, base.in_features, device="meta"))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank, device="meta"))
         if lora.dora:

@@ -280,6 +280,16 @@ def test_layers_that_differ_in_a_setting_are_of_two_kinds():
     assert names == [["embedding"], ["block.0", "block.2", "block.3", "block.4"], ["block.1"], ["head"]]
 
 
+def test_adapters_of_equal_settings_are_of_one_kind():
+    settings = {"dora": True, "alpha_pattern": {"layers.0.self_attn.q_proj": 3.0}}
+    targets = ("q_proj", "k_proj")
+    model = decoder("llama3", "debug", targets, (4, 8.0, 0.0), settings, vocab_size=50, num_layers=3)
+    names = [kind.layer_names for kind in LayerCompiler(model, "eager").kinds]
+    assert names == [["embedding"], ["block.0"], ["block.1", "block.2"], ["head"]]
+    stacks = decoder("gpt_oss", "debug", ("down_proj",), vocab_size=50, num_layers=2, window=None)
+    assert ["block.0", "block.1"] in [kind.layer_names for kind in LayerCompiler(stacks, "eager").kinds]
+
+
 def test_a_kind_that_cannot_be_compiled_runs_as_it_is_with_one_warning(warned):
     def looks_at_values(hidden, micro_batch):
         assert hidden.isfinite().all().item(), "the hidden state is not finite"
