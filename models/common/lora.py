@@ -14,7 +14,7 @@ Shapes: A inputs, Z outputs, r rank.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -294,32 +294,25 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
                 )
 
 
-def _check_stack(lora: LoraShape, names: Collection[str], is_one: bool) -> None:
+def _check_stack(lora: LoraShape, names: Sequence[str], is_one: bool) -> None:
     """Raise `ModelConfigError` for settings that PEFT does not have for experts, or has in another way.
 
     Experts that files hold one by one are joined by PEFT while it loads them: gate and up then have one adapter of twice
     the rank and alpha. That scale is right without `rslora` and patterns alone.
     """
-    last = next(iter(names)).rpartition(".")[2]
+    last = names[0].rpartition(".")[2]
     if lora.dora:
         raise ModelConfigError(
             f"lora.dora: PEFT has no DoRA for experts, and lora.targets names their {last}; legal: targets without experts"
         )
-    if is_one:
-        return
-    if lora.rslora:
-        same = lora.alpha * math.sqrt(lora.rank)
+    patterns = (*lora.rank_pattern, *lora.alpha_pattern)
+    matching = [pattern for pattern in patterns if any(_matches(pattern, name) for name in names)]
+    if not is_one and (lora.rslora or matching):
+        given = f"the pattern {matching[0]!r}" if matching else "lora.rslora"
         raise ModelConfigError(
-            f"lora.rslora: PEFT joins these experts' {last} with another scale; legal: lora.rslora = false and "
-            f"lora.alpha = {same!r}, which is the same scale"
+            f"lora: {given} is for experts' {last}, which PEFT joins by lora.rank and lora.alpha alone; legal: patterns of "
+            f"other modules, and lora.alpha = {lora.alpha * math.sqrt(lora.rank)!r} for the scale of lora.rslora"
         )
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(lora, key):
-            if any(_matches(pattern, name) for name in names):
-                raise ModelConfigError(
-                    f"lora.{key}: {pattern!r} matches experts' {last}, which PEFT joins with one rank and alpha for all; "
-                    "legal: patterns of other modules"
-                )
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ RELEASES = {
     "borrowed qwen3_moe": ("transformers", "qwen3_moe", EXPERTS),
     "borrowed mixtral": ("transformers", "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "borrowed deepseek_v3": ("transformers", "deepseek_v3", DEEPSEEK),
+    "borrowed gpt_oss": ("transformers", "gpt_oss", GPT_OSS),
     "borrowed phi3": ("transformers", "phi3", {"pad_token_id": None}),
 }
 

@@ -47,6 +47,7 @@ CASES = [
     ("borrowed qwen3_moe", ATTENTION + STACKED),
     ("borrowed qwen3_moe", STACKED[1:], {"rslora": True, "alpha_pattern": {"layers.1.mlp.experts.down_proj": 7.0}}),
     ("borrowed mixtral", (*STACKED, "q_proj"), {"rank_pattern": {"experts.gate_up_proj": 2}}),
+    ("borrowed gpt_oss", (*STACKED, "q_proj")),  # inputs first, biases
     ("borrowed deepseek_v3", ("o_proj", "experts.gate_up_proj", "experts.down_proj")),
 ]
 CASES = [case if hasattr(case, "marks") else (*case, {})[:3] for case in CASES]

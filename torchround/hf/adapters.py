@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 
 # Keys of `[lora]` and those of PEFT with the same values.
-KEYS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
-KEYS |= {key: key for key in ("rank_pattern", "alpha_pattern")}
+KEYS: Mapping[str, str] = MappingProxyType(
+    {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+    | {"rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern"}
+)
 # Settings of PEFT that make an adapter compute something else than those of `[lora]` do.
 UNSUPPORTED = (
     *("use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication"),

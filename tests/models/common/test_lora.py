@@ -137,8 +137,8 @@ REFUSED = [
     ("llama3", ("q_proj",), {"alpha_pattern": {"k_proj": 2}}, "lora.alpha_pattern: 'k_proj' is no name"),
     ("gpt_oss", STACKS, {"dora": True}, "lora.dora: PEFT has no DoRA for experts, .* their down_proj"),
     ("qwen3", EXPERTS, {"dora": True}, "lora.dora: .* their gate_proj"),
-    ("qwen3", EXPERTS, {"rslora": True}, "lora.rslora: .* lora.alpha = 24.0, which is the same scale"),
-    ("qwen3", EXPERTS, {"rank_pattern": {"3.gate_proj": 2}}, "lora.rank_pattern: '3.gate_proj' matches experts'"),
+    ("qwen3", EXPERTS, {"rslora": True}, "lora: lora.rslora is for experts' gate_proj, .* lora.alpha = 24.0"),
+    ("qwen3", EXPERTS, {"rank_pattern": {"3.gate_proj": 2}}, "lora: the pattern '3.gate_proj' is for experts'"),
     ("qwen3", ("0.gate_proj",), {}, "lora.targets: this model has no '0.gate_proj'"),  # an expert alone
 ]
 
