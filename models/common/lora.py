@@ -42,6 +42,8 @@ PEFT_PREFIX = "base_model.model."
 MAGNITUDE = "lora_magnitude_vector"
 _WEIGHT = ".weight"
 _KINDS = ("lora_A.weight", "lora_B.weight", MAGNITUDE)
+# Targets that PEFT, with transformers 5, moves to experts' stacks if a model has some, whatever else has that name.
+TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 # Of a weight whose rows' norms are computed at once, in fp32: 32 MiB.
 NORM_ELEMENTS = 1 << 23
 
@@ -359,17 +361,27 @@ def adapter_names(model: LayeredModel, names: HFNames) -> HFNames:
     return found
 
 
-def peft_config(lora: Mapping[str, Any], adapted: Iterable[HFTensors], base: str | None) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` for adapters on the tensors `adapted`, by their names in modules.
+def peft_config(
+    lora: Mapping[str, Any], adapted: Iterable[HFTensors], names: Iterable[HFTensors], base: str | None
+) -> dict[str, Any]:
+    """Return the content of `adapter_config.json` for adapters on the tensors `adapted` of all `names` in modules.
 
     PEFT names linear layers by their last part, and stacked parameters by their path in a block. It refuses dropout
-    on experts, so the value is 0 there; dropout is for training alone.
+    on experts, so the value is 0 there; dropout is for training alone. Raises `ModelConfigError` for what PEFT would lose.
     """
     bases = list(adapted)
     # "model.layers.<i>.mlp.experts.down_proj" -> "mlp.experts.down_proj"
     parameters = sorted({re.sub(r"^.*?\.\d+\.", "", str(base)) for base in bases if _is_stacked(base)})
     has_experts = bool(parameters) or any(isinstance(base, tuple) for base in bases)
     linear = [f".{names_in(base)[0].removesuffix(_WEIGHT)}" for base in bases if not _is_stacked(base)]
+    last = {name.rpartition(".")[2] for name in linear}
+    if (lost := sorted(last & TAKEN_FOR_EXPERTS)) and any(
+        str(one).endswith("experts.down_proj") for one in names
+    ):
+        raise ModelConfigError(
+            f"PEFT takes {', '.join(lost)} for experts in this model, and would leave the adapters of linear layers of that "
+            "name out; legal: an export of merged weights, or lora.targets without them (experts.down_proj for experts alone)"
+        )
     patterns = {key: lora[key] for key in ("rank_pattern", "alpha_pattern")}
     settings = {"use_rslora": lora["rslora"], "use_dora": lora["dora"], **patterns}
     return {

@@ -127,7 +127,7 @@ def export(
             name, written = peft.CONFIG_FILE, []
             place = None if base is None else str(base.absolute())
             adapted = (module_names[weight] for weight in trained)
-            content = peft_config(state["config"]["lora"], adapted, place)
+            content = peft_config(state["config"]["lora"], adapted, module_names.values(), place)
         else:
             files = write_tensors(folder, hf_tensors(saved, config, dtype, trained), SHARD_BYTES)
             name, written = "config.json", write_generation(folder, content, config)

@@ -149,6 +149,16 @@ def test_settings_that_no_module_or_no_file_of_peft_has_are_refused(family, targ
         build(family, "debug_moe" if family == "qwen3" else "debug", targets, settings=settings)
 
 
+def test_adapters_that_peft_would_lose_beside_experts_are_not_exported():
+    names = ["model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.experts.down_proj"]
+    settings = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ["down_proj"], "rslora": False, "dora": False}
+    settings |= {"rank_pattern": {}, "alpha_pattern": {}}
+    with pytest.raises(ModelConfigError, match="PEFT takes down_proj for experts in this model"):
+        lora.peft_config(settings, names, names, None)
+    assert lora.peft_config(settings, names[1:], names, None)["target_parameters"] == ["mlp.experts.down_proj"]
+    assert lora.peft_config(settings, names[:1], names[:1], None)["target_modules"] == ["down_proj"]
+
+
 def test_a_target_with_more_of_a_name_chooses_among_modules_of_the_same_name():
     _, model, names = build("gpt_oss", "debug", ("experts.down_proj", "layers.1.self_attn.q_proj"))
     assert sorted({key.rpartition("_lora_")[0] or key.rpartition(".")[0] for key in adapter_names(model, names)}) == [
