@@ -9,9 +9,11 @@ from torchround.models.common.config import ModelConfigError as ModelConfigError
 from torchround.models.common.config import TransformerConfig as TransformerConfig
 from torchround.models.common.family import Family as Family
 from torchround.models.common.family import FolderNames as FolderNames
+from torchround.models.common.lora import MAGNITUDE as MAGNITUDE
+from torchround.models.common.lora import Adapter as Adapter
 from torchround.models.common.lora import LoraShape as LoraShape
 from torchround.models.common.lora import adapter_names as adapter_names
-from torchround.models.common.lora import adapter_pairs as adapter_pairs
+from torchround.models.common.lora import adapters_of as adapters_of
 from torchround.models.common.lora import add_adapters as add_adapters
 from torchround.models.common.lora import peft_config as peft_config
 from torchround.models.gpt_oss import GPT_OSS

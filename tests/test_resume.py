@@ -33,6 +33,7 @@ OTHER_PLAN = "--engine.plan={ forward = [1, 1, 1], fused = 2, backward = [3], ro
 KEEP_ALL, KEEP_SOME = "--engine.keep_activations=all", "--engine.keep_activations=['attention', 'down']"
 BFLOAT16, FLOAT16, MUON = "--training.dtype=bfloat16", "--training.dtype=float16", "--optimizer.name=muon"
 ADAPTERS = ["--lora.rank=2", "--lora.dropout=0.5"]
+SCALED = [*ADAPTERS, "--lora.dora=true", "--lora.rslora=true", "--lora.rank_pattern={ q_proj = 3 }"]
 # Settings, and those that the resumed run changes. Every pair of update and form of state is in one.
 RUNS = {
     "sync, kept": ([], [KEEP_SOME, THREE]),
@@ -42,6 +43,7 @@ RUNS = {
     "async, float16": ([ASYNC, UNCORRECTED, FLOAT16], [ALONE]),
     "async, compact, split": ([ASYNC, UNCORRECTED, COMPACT, BFLOAT16], [ALONE]),
     "kept, async, predict, adapters": ([KEEP_ALL, ASYNC, PREDICT, *ADAPTERS], [KEEP_SOME, THREE]),
+    "kept, scaled adapters, split": ([KEEP_ALL, BFLOAT16, *SCALED], [KEEP_SOME, THREE]),
     "async, predict, tied, split": ([ASYNC, PREDICT, TIED, BFLOAT16], [THREE]),
     "async, predict, compact": ([ASYNC, PREDICT, COMPACT, BFLOAT16], [ALONE]),
     "bounded, tied, split": ([*BOUNDED, TIED, BFLOAT16], [THREE]),
@@ -53,7 +55,7 @@ RUNS = {
 # By default, each update, each form of state and each number of devices.
 BY_DEFAULT = (
     *("sync, tied, two rounds, compact, split", "async, another plan", "kept, async, predict, adapters"),
-    *("bounded, tied, split", "muon, async, compact, two rounds"),
+    *("bounded, tied, split", "muon, async, compact, two rounds", "kept, scaled adapters, split"),
 )
 nightly = pytest.mark.nightly
 

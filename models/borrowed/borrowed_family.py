@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchround.layer import HFNames, LayeredModel
+from torchround.models.borrowed.borrowed_experts import let_adapt
 from torchround.models.borrowed.borrowed_layers import (
     BorrowedBlock,
     BorrowedEmbedding,
@@ -93,6 +94,7 @@ class BorrowedFamily:
         hf_config = read_config(config.content)
         anatomy = take_apart(hf_config)
         model: Any = anatomy.model
+        let_adapt(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries)
         shell.longest = longest_sequence(hf_config, anatomy.body)

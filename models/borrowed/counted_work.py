@@ -19,6 +19,8 @@ from torchround.models.borrowed.shell import shared_tensors
 from torchround.models.common.config import ModelConfigError
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
+# Products of experts with adapters (`kernels/grouped.py`): rows first, weights last but one.
+ADAPTED_PRODUCTS = ("torchround::grouped_product", "torchround::grouped_product_gradient")
 # What each row of a grouped product's matrices takes a multiple of.
 ROW_BYTES = 16
 
@@ -123,6 +125,10 @@ class Meter(TorchDispatchMode):
         if packet is torch.ops.aten._grouped_mm:
             result, flops = _grouped_product(*args, **kwargs)
             self.flops += flops
+        elif func.name() in ADAPTED_PRODUCTS:
+            result = func(*args, **kwargs)
+            rows, weights = args[0], args[-2]
+            self.flops += 2.0 * len(rows) * weights[0].numel()
         else:
             result = func(*args, **kwargs)
             if packet in self._formulas:

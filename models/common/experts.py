@@ -68,8 +68,9 @@ def sort_pairs(values: Tensor, routes: Routes) -> Tensor:
 class ExpertStack(Adaptable, ABC):
     """The E feed-forwards of one block, each `adaptable` matrix stored as one stack; adapters are optional.
 
-    Each expert has an adapter of its own, `<name>_lora_a` and `<name>_lora_b` beside the stack `<name>`. On accelerators a
-    rank that 8 does not divide takes the loop over experts.
+    Each expert has an adapter of its own, `<name>_lora_a` and `<name>_lora_b` beside the stack `<name>`. They have PEFT's
+    shapes unless a family says otherwise: `[E r, A]` with rows expert by expert, `[Z, r E]` with columns rank by rank. On
+    accelerators a rank that 8 does not divide takes the loop over experts.
     """
 
     ffn_size: int
@@ -86,13 +87,22 @@ class ExpertStack(Adaptable, ABC):
     def matrix(self, stack: Tensor) -> Tensor:
         """View a stack, or the gradient of one, as `[E, A, Z]`."""
 
-    @abstractmethod
     def inward(self, a: Tensor) -> Tensor:
         """View the adapters `<name>_lora_a`, or their gradient, as `[E, A, r]`."""
+        return a.unflatten(0, (self._num_experts(), -1)).transpose(1, 2)  # [E r, A] -> [E, r, A] -> [E, A, r]
 
-    @abstractmethod
     def outward(self, b: Tensor) -> Tensor:
         """View the adapters `<name>_lora_b`, or their gradient, as `[E, r, Z]`."""
+        return b.unflatten(1, (-1, self._num_experts())).permute(
+            2, 1, 0
+        )  # [Z, r E] -> [Z, r, E] -> [E, r, Z]
+
+    def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        num_experts, inputs, outputs = self.matrix(getattr(self, name)).shape
+        return (num_experts * lora.rank, inputs), (outputs, lora.rank * num_experts)
+
+    def _num_experts(self) -> int:
+        return len(getattr(self, self.adaptable[0]))
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
@@ -101,10 +111,10 @@ class ExpertStack(Adaptable, ABC):
         plain = passing(stack_product, rows, getattr(self, name), self.matrix, routes)
         a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
         # Each of the module's adapters draws another mask, counted from 1.
-        dropped = self.drop(rows, use=1 + self.adapted.index(name))
+        dropped = self.drop(rows, use=1 + list(self.adapted).index(name))
         low = stack_product(dropped, a, self.inward, routes)  # [R, r]
         adapted = passing(stack_product, low, b, self.outward, routes)
-        return joined(torch.add, plain, adapted * self.lora.scale)
+        return joined(torch.add, plain, adapted * self.adapted[name].scale)
 
     def work(self, num_rows: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
@@ -115,10 +125,9 @@ class ExpertStack(Adaptable, ABC):
         stacks = [getattr(self, name) for name in self.adaptable]
         frozen_row_flops = 2.0 * sum(stack[0].numel() for stack in stacks if not stack.requires_grad)
         row_elements = 3 * self.ffn_size
-        for name in self.adapted:
-            assert self.lora is not None, "an adapted stack knows its adapters' shape"
+        for name, lora in self.adapted.items():
             inputs = self.matrix(getattr(self, name)).shape[1]
-            row_elements += self.lora.rank + (inputs + 1 if self.lora.dropout else 0)
+            row_elements += lora.rank + (inputs + 1 if lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
         before_down = tuple(name for name in self.adaptable if name != "down")
         parts = (
@@ -142,9 +151,9 @@ class ExpertStack(Adaptable, ABC):
             matrix = self.matrix(getattr(self, name))
             widths.append(matrix.shape[2])
             row_flops += 2.0 * matrix[0].numel()
-            if self.lora is not None and name in self.adapted:
-                ranks.append(self.lora.rank)
-                row_flops += 2.0 * self.lora.rank * (matrix.shape[1] + matrix.shape[2])
+            if name in self.adapted:
+                ranks.append(self.adapted[name].rank)
+                row_flops += 2.0 * ranks[-1] * (matrix.shape[1] + matrix.shape[2])
         sizes = [num_rows * width * element_bytes for width in (*ranks, *widths)]
         saved = sum(ranks) + (sum(widths) if saves_results else 0)
         saved_bytes = num_rows * saved * element_bytes

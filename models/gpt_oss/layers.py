@@ -3,7 +3,7 @@
 The experts have biases, and a SwiGLU whose inputs are clamped and whose gates alternate with its values. Parameters
 have the shapes and order of the released 16-bit files.
 
-Shapes: R rows sorted by expert, E experts, D model width, F expert width; of an adapter A inputs, Z outputs, r rank.
+Shapes: R rows sorted by expert, E experts, D model width, F expert width, A inputs, Z outputs.
 """
 
 from functools import partial
@@ -19,7 +19,6 @@ from torchround.models.common.decoder import ATTENTION_NAMES, BlockSettings, att
 from torchround.models.common.experts import ExpertStack, Routes
 from torchround.models.common.family import Family
 from torchround.models.common.feed_forward import MoE
-from torchround.models.common.lora import LoraShape
 from torchround.models.common.primitives import RMSNorm, init_linear_, lookup_gradient
 from torchround.models.gpt_oss.config import (
     FLAVORS,
@@ -68,11 +67,11 @@ GPT_OSS: Family[GptOssConfig] = Family(
 class GptOssExperts(ExpertStack):
     """`weight * (down_e(act(gate_up_e(row) + bias_e)) + bias_e)` for each row of expert e.
 
-    Stacks have inputs first, `[E, A, Z]`. Adapters have PEFT's shapes: `<name>_lora_a [E r, A]` with rows expert by
-    expert, `<name>_lora_b [Z, r E]` with columns rank by rank. Biases have none.
+    Stacks have inputs first, `[E, A, Z]`. Biases have no adapters.
     """
 
     adaptable = ("gate_up", "down")
+    inputs_first = True
     undecayed = ("gate_up_bias", "down_bias")
 
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, limit: float, alpha: float) -> None:
@@ -107,18 +106,6 @@ class GptOssExperts(ExpertStack):
 
     def matrix(self, stack: Tensor) -> Tensor:
         return stack
-
-    def inward(self, a: Tensor) -> Tensor:
-        assert self.lora is not None, "only an adapted stack has factors"
-        return a.unflatten(0, (-1, self.lora.rank)).transpose(1, 2)  # [E r, A] -> [E, r, A] -> [E, A, r]
-
-    def outward(self, b: Tensor) -> Tensor:
-        assert self.lora is not None, "only an adapted stack has factors"
-        return b.unflatten(1, (self.lora.rank, -1)).permute(2, 1, 0)  # [Z, r E] -> [Z, r, E] -> [E, r, Z]
-
-    def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        num_experts, inputs, outputs = getattr(self, name).shape
-        return (num_experts * lora.rank, inputs), (outputs, lora.rank * num_experts)
 
 
 class ClampedSwiGLU(torch.autograd.Function):

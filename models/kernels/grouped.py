@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from torchround.accelerators import has_grouped_products
@@ -43,7 +44,7 @@ def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor],
     weights = view(stack)
     if 1 not in weights.stride()[1:]:
         weights = weights.contiguous()  # `grouped_mm` takes no other strides
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or isinstance(rows, FakeTensor):
         return _opaque_product(rows, weights, groups.ends)
     # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
     total = view(stack.grad) if stack.is_leaf and stack.grad is not None else None
@@ -126,7 +127,7 @@ def _gradient(
     return found.transpose(1, 2) if is_transposed else found
 
 
-# The same for a compiler, which cannot know how many rows an expert has. It returns the gradients of stacks.
+# The same for a compiler and for a count of costs, which cannot know how many rows an expert has. It returns the gradients of stacks.
 
 
 @torch.library.custom_op("torchround::grouped_product", mutates_args=())

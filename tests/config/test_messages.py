@@ -71,6 +71,12 @@ def message(tmp_path):
             "lr_schedule.min_lr_factor: given 1.5; input should be less than or equal to 1",
         ),
         ("lora.targets=[]", "lora.targets: given []; value should have at least 1 item"),
+        ("lora.rank_pattern={q=0}", "lora.rank_pattern.q: given 0; input should be greater than or equal to 1"),
+        (
+            'lora.alpha_pattern={"(q"=2}',
+            'given "(q"; value error, a regular expression is wanted: missing ), unterminated',
+        ),
+        ('lora.rank_pattern={"(q+)+"=2}', "at most three repeats, and none of a group"),
         ("trace.steps=[0]", "trace.steps[0]: given 0; input should be greater than or equal to 1"),
         ('data.sources=[{path="a",weight=0}]', "data.sources[0].weight: given 0; input should be greater than 0"),
         ("training.dtype=float64", "input should be 'float32', 'bfloat16' or 'float16'"),
@@ -136,6 +142,8 @@ CONFLICTS = [
     (PLAN % 5, "engine.plan 5 1 4"),
     ("lr_schedule.warmup_steps=50", "lr_schedule.warmup_steps training.steps 50 49"),
     ("lora.path=folder", "lora.path lora.rank folder 0"),
+    ("lora.dora=true", "lora.dora lora.rank true 0"),
+    ("lora.rank_pattern.q_proj=4", 'lora.rank_pattern lora.rank {"q_proj": 4} 0'),
     ("lora.path=folder lora.rank=4", "lora.path model.hf_path"),
     ('checkpoint.load="weights"', "checkpoint.load checkpoint.load_path"),
     ("validation.interval_steps=5", "validation.interval_steps validation.sources"),
@@ -165,6 +173,7 @@ def test_a_conflict_between_keys_names_the_keys_and_the_values(message, override
         r'run.name=x run.folder="a\\b" data.sources=[{path="\"é",content="tokens",weight=2.5e-300}] training.max_norm=1e300',
         "optimizer.lr=1 optimizer.name=adamw optimizer.state=compact optimizer.betas=[0.8,0.9]",
         'engine.plan=auto engine.compile=false engine.device_memory_gib=0.1 lora.targets=["a"] lora.dropout=0.5',
+        r'lora.rank=4 lora.dora=true lora.rank_pattern={"\\.[01]\\.q_proj"=8,k_proj=2} lora.alpha_pattern.q_proj=1.5',
     ],
 )
 def test_combinations_at_the_edge_of_what_is_legal_are_accepted_and_load_again_from_toml(tmp_path, overrides):

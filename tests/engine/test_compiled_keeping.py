@@ -23,6 +23,7 @@ CASES = {
     "dense, bfloat16": ("qwen3", "debug", {}, (), torch.bfloat16),
     "float16": ("llama3", "debug", {}, (), torch.float16),
     "adapters with dropout": ("llama3", "debug", {}, ("q_proj", "down_proj"), torch.bfloat16),
+    "magnitudes": ("llama3", "debug", {}, ("q_proj", "down_proj"), torch.bfloat16, {"dora": True}),
     "experts": ("qwen3", "debug_moe", {}, (), torch.float32),
     "adapters on experts": ("qwen3", "debug_moe", {}, ("o_proj", "up_proj"), torch.float32),
     "sinks and windows": ("gpt_oss", "debug", {"window": 4}, (), torch.bfloat16),
@@ -33,8 +34,8 @@ class Case:
     """A block of a family in one slot of memory, as a stage binds it, plain and compiled, and a micro-batch for it."""
 
     def __init__(self, case, backend="aot_eager"):
-        family, flavor, changes, adapters, dtype = CASES[case]
-        model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
+        family, flavor, changes, adapters, dtype, *settings = CASES[case]
+        model = decoder(family, flavor, adapters, (4, 8.0, 0.25), *settings, vocab_size=50, num_layers=2, **changes)
         self.block = model.layers[1]
         self.dtype, self.width = dtype, self.block.hidden_size
         parameters = dict(self.block.named_parameters())

@@ -238,6 +238,7 @@ CASES = {
     "adapters on experts": ("qwen3", "debug_moe", {}, ("o_proj", "up_proj")),
     "sinks, windows and biases": ("gpt_oss", "debug", {"window": 4}, ()),
     "adapters beside biases": ("gpt_oss", "debug", {}, ("gate_up_proj", "down_proj")),
+    "magnitudes beside dropout": ("llama3", "debug", {}, ("q_proj", "down_proj"), {"dora": True}),
 }
 
 
@@ -256,8 +257,8 @@ def packed(micro_batches):
 
 
 def family_run(case, compiles):
-    family, flavor, changes, adapters = CASES[case]
-    model = decoder(family, flavor, adapters, vocab_size=50, num_layers=2, **changes)
+    family, flavor, changes, adapters, *settings = CASES[case]
+    model = decoder(family, flavor, adapters, (4, 8.0, 0.25), *settings, vocab_size=50, num_layers=2, **changes)
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
     partition = Partition((1, 1), 2, (1, 1)) if compiles else Partition((2,), 2, (2,))
     with toy_engine(partition, 1 + compiles, model=model, compiler=compiler) as engine:
@@ -278,6 +279,16 @@ def test_layers_that_differ_in_a_setting_are_of_two_kinds():
     model.layers[2].depth = 2
     names = [kind.layer_names for kind in LayerCompiler(model, "eager").kinds]
     assert names == [["embedding"], ["block.0", "block.2", "block.3", "block.4"], ["block.1"], ["head"]]
+
+
+def test_adapters_of_equal_settings_are_of_one_kind():
+    settings = {"dora": True, "alpha_pattern": {"layers.0.self_attn.q_proj": 3.0}}
+    targets = ("q_proj", "k_proj")
+    model = decoder("llama3", "debug", targets, (4, 8.0, 0.0), settings, vocab_size=50, num_layers=3)
+    names = [kind.layer_names for kind in LayerCompiler(model, "eager").kinds]
+    assert names == [["embedding"], ["block.0"], ["block.1", "block.2"], ["head"]]
+    stacks = decoder("gpt_oss", "debug", ("down_proj",), vocab_size=50, num_layers=3)  # every other one has a window
+    assert ["block.0", "block.2"] in [kind.layer_names for kind in LayerCompiler(stacks, "eager").kinds]
 
 
 def test_a_kind_that_cannot_be_compiled_runs_as_it_is_with_one_warning(warned):

@@ -197,7 +197,7 @@ ADAPTERS = {
     "an adapter's config nested without end": adapter("adapter_config.json cannot be read", config=DEEP.decode()),
     "a rank without end": adapter_config("r is 1000000000000000000", r=10**18),
     "a scale that is infinite": adapter_config("lora_alpha is inf", lora_alpha=math.inf),
-    "patterns that rename": adapter_config("rank_pattern is not supported", rank_pattern={"(a+)+$": 2}),
+    "patterns that rename": adapter_config("rank_pattern is .* instead of {}", rank_pattern={"(a+)+$": 2}),
     "a kind of its own": adapter_config("peft_type is", peft_type=TITLE),
 }
 

@@ -18,6 +18,9 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": YARN | {"truncate": False}}
 GPT_OSS |= {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "q_lora_rank": None}
+DEEPSEEK |= {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+DEEPSEEK |= {"num_key_value_heads": 6, "head_dim": 4}
 # By kind: our family, the `model_type` of transformers, and settings.
 RELEASES = {
     "llama3": ("llama3", "llama", {}),
@@ -27,6 +30,10 @@ RELEASES = {
     "gpt_oss": ("gpt_oss", "gpt_oss", GPT_OSS),
     "borrowed qwen2": ("transformers", "qwen2", {}),
     "borrowed gemma2": ("transformers", "gemma2", {"sliding_window": 9}),
+    "borrowed qwen3_moe": ("transformers", "qwen3_moe", EXPERTS),
+    "borrowed mixtral": ("transformers", "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "borrowed deepseek_v3": ("transformers", "deepseek_v3", DEEPSEEK),
+    "borrowed gpt_oss": ("transformers", "gpt_oss", GPT_OSS),
     "borrowed phi3": ("transformers", "phi3", {"pad_token_id": None}),
 }
 

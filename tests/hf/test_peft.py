@@ -19,7 +19,7 @@ from tests.support.released_run import saved_config
 from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
-from torchround.commands.configured_model import open_weights
+from torchround.commands.configured_model import open_weights, saved_adapters
 from torchround.config import LoraTable
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, read_adapters
@@ -28,18 +28,30 @@ from torchround.models import LoraShape, adapter_names, add_adapters
 RANK, ALPHA = 3, 12.0
 ATTENTION, MLP = ("q_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 STACKED = ("gate_up_proj", "down_proj")
+LAYERS = {r"layers\.0\..*": 5, "model.layers.1.self_attn.q_proj": 2}
+PEFT = {"rslora": "use_rslora", "dora": "use_dora"}
 CASES = [
     ("llama3", ATTENTION + MLP),
+    ("llama3", ATTENTION + MLP, {"rslora": True, "rank_pattern": LAYERS, "alpha_pattern": {"up_proj": 5.0}}),
+    ("qwen3", ATTENTION + MLP, {"dora": True, "rank_pattern": LAYERS}),
     ("llama3 tied", ("k_proj",)),
-    pytest.param("qwen3", ATTENTION + MLP, marks=pytest.mark.nightly),
+    pytest.param("qwen3", ATTENTION + MLP, {}, marks=pytest.mark.nightly),
     ("qwen3 moe", ATTENTION + MLP),
     ("gpt_oss", ATTENTION + STACKED),
-    pytest.param("gpt_oss", STACKED[1:], marks=pytest.mark.nightly),
-    pytest.param("borrowed qwen2", ATTENTION + MLP, marks=pytest.mark.nightly),
+    pytest.param("gpt_oss", STACKED[1:], {}, marks=pytest.mark.nightly),
+    ("gpt_oss", (*ATTENTION, *STACKED), {"rslora": True, "rank_pattern": {"experts.down_proj": 5}}),
+    pytest.param("borrowed qwen2", ATTENTION + MLP, {}, marks=pytest.mark.nightly),
     ("borrowed gemma2", ("v_proj", "up_proj")),
     ("borrowed phi3", ("qkv_proj", "gate_up_proj")),
+    ("borrowed phi3", ("qkv_proj", "gate_up_proj"), {"dora": True}),
+    ("borrowed qwen3_moe", ATTENTION + STACKED),
+    ("borrowed qwen3_moe", STACKED[1:], {"rslora": True, "alpha_pattern": {"layers.1.mlp.experts.down_proj": 7.0}}),
+    ("borrowed mixtral", (*STACKED, "q_proj"), {"rank_pattern": {"experts.gate_up_proj": 2}}),
+    ("borrowed gpt_oss", (*STACKED, "q_proj")),  # inputs first, biases
+    ("borrowed deepseek_v3", ("o_proj", "experts.gate_up_proj", "experts.down_proj")),
 ]
-EACH_CASE = pytest.mark.parametrize(("kind", "targets"), CASES)
+CASES = [case if hasattr(case, "marks") else (*case, {})[:3] for case in CASES]
+EACH_CASE = pytest.mark.parametrize(("kind", "targets", "settings"), CASES)
 
 
 def opened(releases, kind):
@@ -49,13 +61,13 @@ def opened(releases, kind):
     return SimpleNamespace(**{**vars(release), "theirs": theirs, "kind": kind})
 
 
-def adapted(release, targets, read=None):
+def adapted(release, targets, settings, read=None):
     model, names = release.family.build(release.config), release.family.module_names(release.config)
-    add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets))
+    add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets, **settings))
     shapes = model.stored_shapes()
     weights = open_weights(release.folder, release.family, release.config, shapes)
     if read is not None:
-        weights.adapters = read(adapter_names(model, names), shapes)
+        weights.adapters = read(model, names, weights)
     store = HostStore(model)
     store.initialize(model, 0, weights.load)
     if read is None:
@@ -63,7 +75,7 @@ def adapted(release, targets, read=None):
         drawn = {
             name: torch.randn(value.shape, generator=generator) * 0.1
             for name, value in store.weights().items()
-            if name.endswith("lora_b")
+            if name.endswith(("lora_b", "lora_magnitude"))
         }
         store.write_weights(drawn)
     return SimpleNamespace(model=model, store=store, names=names)
@@ -77,11 +89,11 @@ def filled(ours, tools):
     return model
 
 
-def exported(ours, release, targets, folder):
+def exported(ours, release, targets, settings, folder):
     run = saved_config(
         model={"family": release.family.name, "hf_path": str(release.folder)},
         training={"dtype": "float32"},
-        lora={"rank": RANK, "alpha": ALPHA, "dropout": 0.1, "targets": targets},
+        lora={"rank": RANK, "alpha": ALPHA, "dropout": 0.1, "targets": targets, **settings},
     )
     checkpoint = Checkpointer(folder / "checkpoints").save(1, ours.store.named_views(), {"config": run})
     options = [f"--model.hf_path={release.folder}", "--adapters"]
@@ -100,12 +112,12 @@ def assert_same_logits(actual, expected):
 
 @EACH_CASE
 def test_peft_loads_our_adapters_and_has_our_logits_gradients_and_merged_export(
-    releases, kind, targets, tmp_path, tools
+    releases, kind, targets, settings, tmp_path, tools
 ):
     release = opened(releases, kind)
-    ours = adapted(release, targets)
+    ours = adapted(release, targets, settings)
     model, batch = filled(ours, tools), tools.micro_batch([[21]], 61)
-    checkpoint, folder = exported(ours, release, targets, tmp_path)
+    checkpoint, folder = exported(ours, release, targets, settings, tmp_path)
     theirs = PeftModel.from_pretrained(release.theirs, folder, is_trainable=True).eval()
     logits = theirs(batch.tokens).logits
     assert_same_logits(tools.all_logits(model, batch), logits)
@@ -131,7 +143,8 @@ def test_peft_loads_our_adapters_and_has_our_logits_gradients_and_merged_export(
 
 def peft_gradient(name, tensors, gradients):
     if isinstance(tensors, str):
-        return tensors, gradients[tensors]
+        key = tensors if tensors in gradients else f"{tensors}.weight"  # of a magnitude
+        return key, gradients[key]
     part = name.rpartition(".")[2].split("_")[0]  # of Qwen3's experts: gate, up or down
     wrapper = "experts." if part == "down" else "experts.base_layer."
     key = f"{tensors[0].partition('experts.')[0]}{wrapper}lora_{name[-1].upper()}.weight"
@@ -146,14 +159,16 @@ def peft_gradient(name, tensors, gradients):
 
 
 @EACH_CASE
-def test_we_read_what_peft_wrote_and_have_its_logits(releases, kind, targets, tmp_path, tools):
+def test_we_read_what_peft_wrote_and_have_its_logits(releases, kind, targets, settings, tmp_path, tools):
     release = opened(releases, kind)
     if release.kind == "qwen3 moe":
         targets = ATTENTION  # peft writes adapters on experts fused, see below
-    stacked = [f"mlp.experts.{target}" for target in targets if release.kind == "gpt_oss" and target in STACKED]
-    linear = [target for target in targets if f"mlp.experts.{target}" not in stacked]
+    has_stacks = hasattr(release.theirs.model.layers[-1].mlp, "experts")
+    linear = [target for target in targets if not (has_stacks and target.endswith(STACKED))]
+    stacked = [f"mlp.experts.{target.split('.')[-1]}" for target in targets if target not in linear]
+    renamed = {PEFT.get(key, key): value for key, value in settings.items()}
     config = LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=linear, target_parameters=stacked, init_lora_weights=False
+        r=RANK, lora_alpha=ALPHA, target_modules=linear, target_parameters=stacked, init_lora_weights=False, **renamed
     )
     torch.manual_seed(0)
     theirs = get_peft_model(release.theirs, config).eval()
@@ -162,8 +177,8 @@ def test_we_read_what_peft_wrote_and_have_its_logits(releases, kind, targets, tm
             if "lora_B" in name:
                 parameter.mul_(0.1)
     theirs.save_pretrained(tmp_path / "adapters")
-    table = LoraTable(rank=RANK, alpha=ALPHA, targets=targets, path=str(tmp_path / "adapters"))
-    ours = adapted(release, targets, lambda names, shapes: read_adapters(table, names, shapes))
+    table = LoraTable(rank=RANK, alpha=ALPHA, targets=targets, path=str(tmp_path / "adapters"), **settings)
+    ours = adapted(release, targets, settings, lambda *parts: saved_adapters(table, *parts, torch.bfloat16))
     batch = tools.micro_batch([[21]], 61)
     with torch.no_grad():
         expected = theirs(batch.tokens).logits
@@ -189,8 +204,10 @@ def read(folder, **setting):
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"init_lora_weights": {"loftq": 4}}, "init_lora_weights is"),
-        ({"use_dora": True}, "use_dora is not supported"),
-        ({"use_rslora": True}, "use_rslora is not supported"),
+        ({"use_dora": True}, "use_dora is True instead of False"),
+        ({"use_rslora": True}, "use_rslora is True instead of False"),
+        ({"rank_pattern": {"q_proj": 3}}, r"rank_pattern is {'q_proj': 3} instead of {}"),
+        ({"alpha_pattern": {"q_proj": 3}}, r"alpha_pattern is {'q_proj': 3} instead of {}"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not supported"),
         ({"kasa_config": {"beta": 1.0}}, "kasa_config is not supported"),
     ],

@@ -24,6 +24,7 @@ from torchround.layer import KEEPABLE
 
 LLAMA3, MIXTURE, GPT_OSS = ("llama3", "debug", DENSE), ("qwen3", "debug_moe", DENSE), ("gpt_oss", "debug", STACKED)
 PLAIN_QWEN3, PLAIN_GPT_OSS = ("qwen3", "debug", ()), ("gpt_oss", "debug", ())
+DORA, DORA_BESIDE_BIASES = CASES[-2:]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOKENS = 32
 NIGHT = pytest.mark.nightly
@@ -43,6 +44,7 @@ def batch(tools):
     ("case", "dtype"),
     [
         *((LLAMA3, F32), (MIXTURE, BF16), (GPT_OSS, F16), (PLAIN_QWEN3, BF16), (PLAIN_GPT_OSS, F32)),
+        *((DORA, BF16), (DORA_BESIDE_BIASES, F16)),
         *(pytest.param(case, dtype, marks=NIGHT) for case in CASES for dtype in (F32, BF16, F16)),
     ],
 )
@@ -62,7 +64,8 @@ def test_without_packed_documents_and_with_a_load_to_add_up_the_bits_are_the_sam
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [(LLAMA3, F32), (MIXTURE, BF16), (GPT_OSS, F32), pytest.param(PLAIN_GPT_OSS, BF16, marks=NIGHT)]
+    ("case", "dtype"),
+    [(LLAMA3, F32), (MIXTURE, BF16), (GPT_OSS, F32), (DORA, BF16), pytest.param(PLAIN_GPT_OSS, BF16, marks=NIGHT)],
 )
 def test_each_part_keeps_the_bytes_and_saves_the_flops_that_its_work_counts(case, dtype, batch):
     for block in blocks(case, dtype):

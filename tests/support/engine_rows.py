@@ -156,6 +156,11 @@ def torch_adamw(named):
     return torch.optim.AdamW(named, lr=LR, weight_decay=0.1)
 
 
+def scaled_adapters():
+    settings = {"dora": True, "rslora": True, "rank_pattern": {"up_proj": 3}}
+    return small_decoder("llama3", "debug", ("q_proj", "up_proj"), settings=settings, num_layers=FAMILY_BLOCKS)
+
+
 @dataclass
 class Outcome:
     """What a run gave, step by step, and what it left: `state` and `resume` are what a checkpoint holds."""
@@ -444,4 +449,7 @@ BUGS = {
         2, machines=2, cut="forward", update="async", evaluates=True
     ),
     "a resumed prediction of adapters": Row(2, cut="each", update="predict", dtype="bf16", adapters=True, stopped=True),
+    "magnitudes and ranks of adapters": Row(
+        3, cut="each", update="async", dtype="bf16", kept="all", adapters=True, stopped=True, build=scaled_adapters
+    ),
 }

@@ -25,16 +25,18 @@ CASES = (
     ("qwen3", "debug_moe", DENSE),
     ("gpt_oss", "debug", ("v_proj", "down_proj")),
     ("gpt_oss", "debug", STACKED),
+    ("llama3", "debug", DENSE, {"dora": True}),
+    ("gpt_oss", "debug", ATTENTION, {"dora": True, "rank_pattern": {"q_proj": 3}}),
 )
-IDS = ["-".join((name, flavor, f"{len(targets)}adapted")) for name, flavor, targets in CASES]
+IDS = ["-".join((name, flavor, f"{len(targets)}adapted", *map(str, more))) for name, flavor, targets, *more in CASES]
 # Nothing, each part, all; and each pair.
 CHOICES = tuple(choice for size in (0, 1, 5) for choice in combinations(KEEPABLE, size))
 PAIRS = tuple(combinations(KEEPABLE, 2))
 RANK = 8
 
 
-def model_with_adapters(name, flavor, targets):
-    return decoder(name, flavor, targets, (RANK, 12.0, 0.1), vocab_size=50, num_layers=2)
+def model_with_adapters(name, flavor, targets, settings=()):
+    return decoder(name, flavor, targets, (RANK, 12.0, 0.1), settings, vocab_size=50, num_layers=2)
 
 
 def as_the_engine_binds(layer, dtype, device="cpu"):

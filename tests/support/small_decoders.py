@@ -9,15 +9,16 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, 
 EXPERTS = {"moe": MoEShape(3, 2, 24, balance_coefficient=0.001)}
 
 
-def small_decoder(family, flavor, adapters=(), dropout=0.25, **changes):
+def small_decoder(family, flavor, adapters=(), dropout=0.25, settings=(), **changes):
     """Build a flavor with small sizes and the toy vocabulary. With `adapters` on these matrices, nothing else is trained."""
     sizes = SIZES | (EXPERTS if flavor == "debug_moe" else {})
-    return decoder(family, flavor, adapters, (2, 4.0, dropout), **{"vocab_size": VOCABULARY, **sizes, **changes})
+    fields = {"vocab_size": VOCABULARY, **sizes, **changes}
+    return decoder(family, flavor, adapters, (2, 4.0, dropout), settings, **fields)
 
 
-def decoder(family, flavor, adapters=(), lora=(4, 8.0, 0.25), **fields):
+def decoder(family, flavor, adapters=(), lora=(4, 8.0, 0.25), settings=(), **fields):
     config = FAMILIES[family].config_from_flavor(flavor, **fields)
     model = FAMILIES[family].build(config)
     if adapters:
-        add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(*lora, adapters))
+        add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(*lora, adapters, **dict(settings)))
     return model

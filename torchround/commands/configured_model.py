@@ -14,13 +14,13 @@ from torch import Tensor
 
 from torchround.checkpoint.folders import STATE_FILE
 from torchround.checkpoint.manifest import read_manifest
-from torchround.config import MODEL_FOLDER, ConfigError, Options, show, users_module
+from torchround.config import MODEL_FOLDER, ConfigError, LoraTable, Options, show, users_module
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.hf import HFError, PretrainedWeights, quantised_advice, quantised_kind, read_adapters
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
-from torchround.layer import FileTensor, LayeredModel
+from torchround.layer import FileTensor, HFNames, LayeredModel
 from torchround.machines.group import MachineError
 from torchround.models import (
     FAMILIES,
@@ -29,6 +29,7 @@ from torchround.models import (
     ModelConfigError,
     ModelFamily,
     adapter_names,
+    adapters_of,
     add_adapters,
 )
 from torchround.optim.split_weights import join
@@ -97,9 +98,8 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
         model = family.build(config)
     except ModelConfigError as error:
         raise options.error("model", str(error)) from error
-    lora = options.config.lora
-    if lora.rank:
-        shape = LoraShape(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets))
+    if options.config.lora.rank:
+        shape = LoraShape(**options.config.lora.model_dump(exclude={"path", "map_base"}))
         add_adapters(model, family.module_names(config), shape)
     return model
 
@@ -166,8 +166,8 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
     shapes = model.stored_shapes()
     weights = open_weights(Path(config.model.hf_path).expanduser(), family, shape, shapes)
     if config.lora.path is not None:
-        names = adapter_names(model, family.module_names(shape))
-        weights.adapters = read_adapters(config.lora, names, shapes)
+        own, dtype = family.module_names(shape), DTYPES[config.training.dtype]
+        weights.adapters = saved_adapters(config.lora, model, own, weights, dtype)
     if not config.lora.map_base:
         return weights, {}
     layers = zip(model.names, model.layers, strict=True)
@@ -177,6 +177,19 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
     # A tied parameter has a name in each of its layers, and is stored under one of them.
     frozen = {name for name, weight in named if not weight.requires_grad} & shapes.keys()
     return weights, weights.map_tensors(sorted(frozen), DTYPES[config.training.dtype])
+
+
+def saved_adapters(
+    table: LoraTable, model: LayeredModel, own: HFNames, base: PretrainedWeights, dtype: torch.dtype
+) -> PretrainedWeights:
+    """Open the adapters in `table.path` for `model`, whose modules have their `own` names. Raises `HFError`."""
+    names, stored = adapter_names(model, own), base.stored_tensors()
+    weights = {
+        str(names[adapter.parameters[2]]): stored[str(base.names[weight])]
+        for weight, adapter in adapters_of(model, own).items()
+        if adapter.shape.dora
+    }
+    return read_adapters(table, names, model.stored_shapes(), weights, dtype)
 
 
 def open_weights(

@@ -17,7 +17,7 @@ for all. The folder appears once it is complete. Exit code 2: an argument cannot
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -36,12 +36,12 @@ from torchround.config.load import parse_overrides, with_overrides
 from torchround.config.validate import RawConfig
 from torchround.data.text.template_files import export_tokenizer, folder_of
 from torchround.hf import HFError
-from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
+from torchround.hf import adapters as peft
+from torchround.hf.export import SHARD_BYTES, ExportedTensor, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, CardFacts, model_card
-from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
 from torchround.hf.tensor_folder import read_object
 from torchround.layer import HFNames
-from torchround.models import adapter_names, adapter_pairs, peft_config
+from torchround.models import MAGNITUDE, Adapter, adapter_names, adapters_of, peft_config
 from torchround.run.numbers import DTYPES
 from torchround.untrusted.regular_file import refuse_links_out_of, write_whole
 from torchround.untrusted.terminal import say
@@ -99,7 +99,7 @@ def export(
         refuse_links_out_of(folder_of(folder), PUBLISHED)
     saved = open_saved_model(options, checkpoint, opens_base=True)
     module_names = saved.family.module_names(saved.shape)
-    trained = adapter_names(saved.model, module_names) if config.lora.rank else {}
+    trained = adapters_of(saved.model, module_names)
     if adapters and not trained:
         raise HFError(f"{checkpoint} has no adapters: its run had lora.rank = 0")
     content = {} if base is None else read_object(base / "config.json")
@@ -122,11 +122,12 @@ def export(
         copied = export_tokenizer(folder, state, base, tokenizer)
         if adapters:
             # PEFT reads one file, so there are no shards, and looks a relative folder up from wherever it is started.
-            tensors = unstack(trained, saved.weights.stored_tensors(), lambda name: torch.float32)
-            files = write_tensors(folder, tensors, sys.maxsize, ADAPTER_TENSOR_FILE)
-            name, written = ADAPTER_CONFIG_FILE, []
+            tensors = adapter_tensors(saved, trained, adapter_names(saved.model, module_names))
+            files = write_tensors(folder, tensors, sys.maxsize, peft.TENSOR_FILE)
+            name, written = peft.CONFIG_FILE, []
             place = None if base is None else str(base.absolute())
-            content = peft_config(state["config"]["lora"], trained, module_names, place)
+            adapted = (module_names[weight] for weight in trained)
+            content = peft_config(state["config"]["lora"], adapted, module_names.values(), place)
         else:
             files = write_tensors(folder, hf_tensors(saved, config, dtype, trained), SHARD_BYTES)
             name, written = "config.json", write_generation(folder, content, config)
@@ -154,8 +155,25 @@ def saved_options(checkpoint: Path, saved: Any, own: Config | None, overrides: S
     return options
 
 
+def adapter_tensors(
+    saved: SavedModel, adapters: Mapping[str, Adapter], names: HFNames
+) -> Iterator[ExportedTensor]:
+    """Yield the tensors of PEFT's file, in fp32. `names` are those of the adapters' parameters there."""
+    stored, base = saved.weights.stored_tensors(), saved.base
+    for weight, adapter in adapters.items():
+        for parameter in adapter.parameters:
+            for tensor in unstack({parameter: names[parameter]}, stored, lambda name: torch.float32):
+                if tensor.name.endswith(MAGNITUDE):
+                    frozen = stored.get(weight)
+                    if frozen is None and base is not None:
+                        frozen = base.stored_tensors()[str(base.names[weight])]
+                    assert frozen is not None, "a weight is in the checkpoint or in the base"
+                    tensor = peft.MagnitudeTensor(tensor.name, tensor.source, tensor.dtype, frozen)
+                yield tensor
+
+
 def hf_tensors(
-    saved: SavedModel, config: Config, dtype: str | None, adapters: HFNames
+    saved: SavedModel, config: Config, dtype: str | None, adapters: Mapping[str, Adapter]
 ) -> Iterable[ExportedTensor]:
     """Yield the tensors of the model, with `adapters` merged: in `dtype`, otherwise in the types that the base has.
 
@@ -170,16 +188,25 @@ def hf_tensors(
     def unstacked(names: HFNames) -> Iterator[ExportedTensor]:
         return unstack(names, stored, lambda name: dtypes.get(name, otherwise), in_base)
 
-    if not adapters:
-        return unstacked(names)
-    # Each Hugging Face tensor's name -> the pair A, B whose product is added to it.
-    pairs: dict[str, tuple[ExportedTensor, ExportedTensor]] = {}
-    # One parameter may be several released tensors, such as one per expert. Taken apart alike, they match in order.
-    for adapted, halves in adapter_pairs(adapters).items():
-        a, b = (unstacked({half: adapters[half]}) for half in halves)
-        theirs = unstacked({adapted: names[adapted]})
-        pairs |= {tensor.name: pair for tensor, pair in zip(theirs, zip(a, b, strict=True), strict=True)}
-    return merge_adapters(unstacked(names), pairs, config.lora.alpha / config.lora.rank)
+    placed: dict[str, peft.StoredAdapter] = {}
+    for weight, adapter in adapters.items():
+        # One parameter may be several released tensors, such as one per expert. Taken apart alike, they match in order.
+        theirs = list(unstacked({weight: names[weight]}))
+        parts = names[weight] if adapter.num_experts == 1 else weight
+        halves = [[one.source for one in unstacked({half: parts})] for half in adapter.parameters]
+        # The tensors of an expert are one below the other. An adapter of one matrix, or a stack in one tensor, has no place.
+        is_cut = 1 < adapter.num_experts <= len(theirs)
+        for index, tensor in enumerate(theirs):
+            a, b, *magnitude = (half[index % len(half)] for half in halves)
+            expert, part = divmod(index, len(theirs) // adapter.num_experts) if is_cut else (0, 0)
+            placed[tensor.name] = peft.StoredAdapter(
+                *(a, b, magnitude[0] if magnitude else None, adapter.shape.scale),
+                num_experts=adapter.num_experts,
+                inputs_first=adapter.inputs_first,
+                expert=expert,
+                row=part * tensor.source.shape[0],
+            )
+    return peft.merge_adapters(unstacked(names), placed)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The base class of every table, and the types of keys. The docstring under a key is its documentation."""
 
+import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 UNSET = "none"
 """The value that clears an optional key which a base file set: `--model.flavor none`."""
@@ -16,6 +17,21 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
+
+
+def _matched_in_time(pattern: str) -> str:
+    """Refuse what is no regular expression, and what could take for ever to match: a config may be a stranger's."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"a regular expression is wanted: {error}") from None
+    if re.search(r"\)[*+{]", pattern) or len(re.findall("[*+{]", pattern)) > 3:
+        raise ValueError("a regular expression with at most three repeats, and none of a group, is wanted")
+    return pattern
+
+
+ModulePattern = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_matched_in_time)]
+"""A regular expression for names of modules."""
 
 
 class Table(BaseModel):

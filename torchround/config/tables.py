@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue
 from torchround.config.key_types import (
     Beta,
     Many,
+    ModulePattern,
     Name,
     NonNegativeFloat,
     NonNegativeInt,
@@ -340,15 +341,30 @@ class LoraTable(Table):
     alpha: PositiveFloat = 16.0
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
 
+    rslora: bool = False
+    """Scale by `alpha / sqrt(rank)` instead (rank-stabilised LoRA), so that high ranks learn as fast as low ones."""
+
+    dora: bool = False
+    """Learn the length of each output's weights beside their direction (DoRA). Linear layers alone, not experts. A block
+    then keeps the output of each adapted layer a second time, and `dropout` above 0 multiplies its weights twice."""
+
+    rank_pattern: dict[ModulePattern, PositiveInt] = Field(default={})
+    """Other ranks: `{ "down_proj" = 32, "layers\\.[01]\\.self_attn\\.q_proj" = 4 }`. A key is a module's name in Hugging Face
+    form, or its end behind a dot, as a regular expression; the first that matches decides, as in PEFT."""
+
+    alpha_pattern: dict[ModulePattern, PositiveFloat] = Field(default={})
+    """Other values of `alpha`, by the same keys as `rank_pattern`."""
+
     dropout: Beta = 0.0
     """Probability that training zeroes an input of the adapter."""
 
     targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Linear maps of each block that get an adapter: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
-    `down_proj`; in `gpt_oss` `gate_up_proj` in place of two. Every expert gets its own."""
+    `down_proj`; experts that are one tensor have `gate_up_proj` in place of two. Every expert gets its own. More of a name
+    chooses among modules of the same name: `experts.down_proj`."""
 
     path: Name | None = None
-    """Folder with adapters in PEFT's format, of the same rank and alpha, that a new run starts from."""
+    """Folder with adapters in PEFT's format that a new run starts from; `rank` and the keys after it as they have them."""
 
     map_base: bool = False
     """Read frozen weights from the files of `model.hf_path` when they are used: they take no host memory and no room in

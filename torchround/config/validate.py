@@ -183,10 +183,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             yield f"model.{key} model.hf_path", clears
     if tokenizer.path is not None and tokenizer.name is not None:
         yield "tokenizer.path tokenizer.name", clears
-    for key in ("map_base", "path"):
+    for key in ("map_base", "path", "rslora", "dora", "rank_pattern", "alpha_pattern"):
         if getattr(lora, key) and lora.rank == 0:
             yield f"lora.{key} lora.rank", "a rank above 0, which trains adapters"
-        elif getattr(lora, key) and model.hf_path is None:
+        elif key in ("map_base", "path") and getattr(lora, key) and model.hf_path is None:
             yield f"lora.{key} model.hf_path", "the folder of the model that the adapters belong to"
     if config.checkpoint.export == "adapters" and lora.rank == 0:
         yield "checkpoint.export lora.rank", '"weights" if no adapters are trained'

@@ -4,7 +4,8 @@ This package knows tensor names, shapes and dtypes, but no model family: its cal
 parameter.
 """
 
-from torchround.hf.pretrained import PretrainedWeights, read_adapters
+from torchround.hf.adapters import read_adapters
+from torchround.hf.pretrained import PretrainedWeights
 from torchround.hf.tensor_folder import HFError, quantised_advice, quantised_kind
 
 __all__ = ["HFError", "PretrainedWeights", "quantised_advice", "quantised_kind", "read_adapters"]

@@ -48,64 +48,6 @@ class ExportedTensor:
             yield piece.view(stored).to(self.dtype)
 
 
-@dataclass(frozen=True)
-class MergedTensor(ExportedTensor):
-    """A weight with its adapter added in fp32 and rounded once: `source + scale * B A`.
-
-    A matrix is `source [Z, A]` with `a [r, A]` and `b [Z, r]`. A stack of experts is `source [E, A, Z]` with
-    `a [E r, A]` and `b [Z, r E]`, as PEFT stacks the adapters.
-    """
-
-    a: StoredTensor
-    b: StoredTensor
-    scale: float
-
-    def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
-        a, b = (_read_whole(files, tensor).float() for tensor in (self.a, self.b))
-        if len(self.source.shape) == 3:
-            yield from self._experts(files, a, b)
-        else:
-            yield from self._rows(files, a, b)
-
-    def _rows(self, files: TensorFiles, a: Tensor, b: Tensor) -> Iterator[Tensor]:
-        (rows, columns), stored = self.source.shape, self.source.known_dtype
-        row_bytes = columns * stored.itemsize
-        step = max(1, PIECE_BYTES // row_bytes)
-        for start in range(0, rows, step):
-            some = b[start : start + step]
-            piece = files.read(self.source, start * row_bytes, len(some) * row_bytes).view(stored)
-            merged = piece.view(len(some), columns).float().addmm_(some, a, alpha=self.scale)
-            yield merged.to(self.dtype)
-
-    def _experts(self, files: TensorFiles, a: Tensor, b: Tensor) -> Iterator[Tensor]:
-        num_experts, rows, columns = self.source.shape
-        a = a.unflatten(0, (num_experts, -1))  # [E r, A] -> [E, r, A]
-        b = b.unflatten(1, (-1, num_experts))  # [Z, r E] -> [Z, r, E]
-        expert_bytes = self.source.nbytes // num_experts
-        for expert in range(num_experts):
-            piece = files.read(self.source, expert * expert_bytes, expert_bytes).view(self.source.known_dtype)
-            merged = piece.view(rows, columns).float().addmm_(a[expert].T, b[..., expert].T, alpha=self.scale)
-            yield merged.to(self.dtype)
-
-
-def merge_adapters(
-    tensors: Iterable[ExportedTensor],
-    adapters: Mapping[str, tuple[ExportedTensor, ExportedTensor]],
-    scale: float,
-) -> Iterator[ExportedTensor]:
-    """Yield the tensors; each that `adapters` names gets its A and B added."""
-    for tensor in tensors:
-        if tensor.name in adapters:
-            a, b = (adapter.source for adapter in adapters[tensor.name])
-            yield MergedTensor(tensor.name, tensor.source, tensor.dtype, a, b, scale)
-        else:
-            yield tensor
-
-
-def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:
-    return files.read(tensor, 0, tensor.nbytes).view(tensor.known_dtype).view(tensor.shape).clone()
-
-
 def unstack(
     names: Mapping[str, HFTensors],
     stored: Mapping[str, StoredTensor],

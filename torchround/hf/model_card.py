@@ -95,7 +95,7 @@ def _settings(facts: CardFacts) -> Iterator[tuple[str, str]]:
         if table == "lora" and not values.get("rank"):
             continue
         for key in keys:
-            if values.get(key) is not None:
+            if values.get(key) not in (None, False, {}):
                 yield f"{table}.{key}", _code(values[key])
     yield "training.dtype", _code(training["dtype"])
 
@@ -105,7 +105,7 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("lr", "betas", "eps", "weight_decay"),
     "lr_schedule": ("warmup_steps", "decay", "min_lr_factor"),
     "engine": ("update",),
-    "lora": ("rank", "alpha", "dropout", "targets"),
+    "lora": ("rank", "alpha", "rslora", "dora", "rank_pattern", "alpha_pattern", "dropout", "targets"),
     "run": ("seed",),
 }
 """The settings in the table. Others say where the run was, not what it learnt."""

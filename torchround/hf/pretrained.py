@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchround.config import LoraTable
 from torchround.hf.tensor_folder import (
     PIECE_BYTES,
     SINGLE_FILE,
@@ -25,7 +24,6 @@ from torchround.hf.tensor_folder import (
     can_map,
     map_file,
     read_folder,
-    read_object,
     view_of,
 )
 from torchround.layer import FileTensor, HFTensors, names_in, part_shape
@@ -34,19 +32,6 @@ from torchround.untrusted.terminal import Progress
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LISTED_NAMES = 20
-
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_TENSOR_FILE = "adapter_model.safetensors"
-
-# Settings of PEFT that make an adapter compute something else than `x + scale * B A x` with one rank and one scale.
-UNSUPPORTED_ADAPTERS = (
-    *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias"),
-    *("modules_to_save", "layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
-    *("arrow_config", "monteclora_config", "kasa_config"),
-)
-# Values of `init_lora_weights` that leave the base as it was released. PiSSA, OLoRA, CorDA and LoftQ change it.
-PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-
 
 # Bytes of each tensor that its fingerprint samples.
 SAMPLED_BYTES = 64
@@ -252,34 +237,3 @@ def _some(names: list[str]) -> str:
     shown = ", ".join(names[:LISTED_NAMES])
     more = len(names) - LISTED_NAMES
     return f"{shown}, and {more} more" if more > 0 else shown
-
-
-def read_adapters(
-    table: LoraTable, names: Mapping[str, HFTensors], shapes: Mapping[str, Sequence[int]]
-) -> PretrainedWeights:
-    """Find the LoRA adapters of PEFT's format in the folder `table.path`, for the parameters `names`.
-
-    Raises `HFError` for another rank or scale, for a kind of adapter that torchround does not build, and for
-    tensors that do not fit.
-    """
-    folder = Path(os.path.expanduser(table.path or ""))
-    try:
-        content = read_object(folder / ADAPTER_CONFIG_FILE)
-    except HFError as error:
-        raise HFError(f"lora.path: {error}") from error
-    found = {key: content.get(key) for key in ("peft_type", "r", "lora_alpha", "bias")}
-    wrong = [f"{key} is not supported" for key in UNSUPPORTED_ADAPTERS if content.get(key)]
-    start = content.get("init_lora_weights", True)
-    wanted = {"peft_type": "LORA", "r": table.rank, "lora_alpha": table.alpha, "bias": "none"}
-    differing = [
-        f"{key} is {found[key]!r} instead of {wanted[key]!r}" for key in wanted if found[key] != wanted[key]
-    ]
-    if start not in PLAIN_STARTS:
-        wrong.append(
-            f"init_lora_weights is {start!r}: such adapters belong to a base that was changed with them, not to "
-            "the released one; have PEFT convert them to plain LoRA (save_pretrained with "
-            "path_initial_model_for_weight_conversion)"
-        )
-    if problems := differing + wrong:
-        raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE}: {'; '.join(problems)}")
-    return PretrainedWeights(folder, names, shapes, single_file=ADAPTER_TENSOR_FILE)

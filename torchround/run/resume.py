@@ -19,7 +19,7 @@ from torchround.checkpoint import (
     open_checkpoint,
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.config import Config
+from torchround.config import Config, LoraTable
 from torchround.config.validate import GONE_KEYS
 from torchround.run.run_folder import RunError
 from torchround.untrusted.terminal import terminal_safe
@@ -28,14 +28,18 @@ logger = logging.getLogger(__name__)
 
 # What a change of a key does to a run that resumes; a table stands for all of its keys. The loader checks the data and the
 # seed. These make another model, which is refused:
-MODEL_KEYS = ("model.family", "model.flavor", "model.shape", "lora.rank", "lora.targets", "lora.map_base")
+MODEL_KEYS = (
+    *("model.family", "model.flavor", "model.shape"),
+    *("lora.rank", "lora.rank_pattern", "lora.dora", "lora.targets", "lora.map_base"),
+)
 # These decide which tensors a checkpoint holds besides; an error about tensors names them:
 ENGINE_KEYS = ("engine.update", "engine.delay_correction")
 STORED_KEYS = ("training.dtype", *ENGINE_KEYS, "optimizer.name", "optimizer.state")
 # These decide losses, and are reported:
 LOSS_KEYS = (
     "model.hf_path",  # frozen weights that stay in their files are read from there again
-    *("training", "optimizer", "lr_schedule", "lora.alpha", "lora.dropout"),
+    *("training", "optimizer", "lr_schedule"),
+    *("lora.alpha", "lora.rslora", "lora.alpha_pattern", "lora.dropout"),
     *(*ENGINE_KEYS, "engine.rounds", "engine.accumulate_dtype"),
 )
 
@@ -165,6 +169,8 @@ def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> li
     for key in keys:
         table, _, name = key.partition(".")
         old = before.get(table)
+        if table == "lora" and isinstance(old, dict):  # older checkpoints lack keys
+            old = LoraTable().model_dump(mode="json") | old
         if isinstance(old, dict):
             changed += [
                 f"{table}.{each} {old[each]!r} -> {now[table][each]!r}"
