@@ -45,7 +45,8 @@ def hub_of(repositories, gated=(), sizes=None):
                 return self.reply(b"", 404, {"X-Error-Code": "EntryNotFound"})
             content = file.read_bytes()
             etag = f'"{hashlib.sha1(content).hexdigest()}"'
-            return self.reply(content, 200, {"ETag": etag, "X-Repo-Commit": SHA})
+            told = {"Content-Length": str((sizes or {}).get(rest, len(content)))} if self.command == "HEAD" else {}
+            return self.reply(content, 200, {"ETag": etag, "X-Repo-Commit": SHA, **told})
 
         def entry(self, folder, file):
             path = str(file.relative_to(folder))
@@ -64,6 +65,7 @@ def hub_of(repositories, gated=(), sizes=None):
                 self.wfile.write(content)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # a client that leaves early
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", requests
