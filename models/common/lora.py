@@ -371,7 +371,9 @@ def peft_config(
     """
     bases = list(adapted)
     # "model.layers.<i>.mlp.experts.down_proj" -> "mlp.experts.down_proj"
-    parameters = sorted({re.sub(r"^.*?\.\d+\.", "", str(base)) for base in bases if _is_stacked(base)})
+    parameters = sorted(
+        {re.split(r"\.\d+\.", str(base), maxsplit=1)[-1] for base in bases if _is_stacked(base)}
+    )
     has_experts = bool(parameters) or any(isinstance(base, tuple) for base in bases)
     linear = [f".{names_in(base)[0].removesuffix(_WEIGHT)}" for base in bases if not _is_stacked(base)]
     last = {name.rpartition(".")[2] for name in linear}

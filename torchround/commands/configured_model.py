@@ -18,7 +18,8 @@ from torchround.config import MODEL_FOLDER, ConfigError, LoraTable, Options, sho
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
-from torchround.hf import HFError, PretrainedWeights, quantised_advice, quantised_kind, read_adapters
+from torchround.hf import HFError, PretrainedWeights, quantisation, quantised_advice, read_adapters
+from torchround.hf.packed import read_numbers
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
 from torchround.layer import FileTensor, HFNames, LayeredModel
 from torchround.machines.group import MachineError
@@ -205,9 +206,11 @@ def open_weights(
     folder: Path, family: ModelFamily, config: Any, shapes: Mapping[str, Sequence[int]]
 ) -> PretrainedWeights:
     """Open the weights in a folder under the names that it gives them. Raises `HFError` or `ModelConfigError`."""
-    tensors = read_folder(folder)
+    tensors = read_numbers(folder)
     found = family.names_in_folder(config, tensors)
-    return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
+    return PretrainedWeights(
+        folder, found.names, shapes, found.redundant, tensors=tensors, carried=found.carried
+    )
 
 
 def family_of(content: Mapping[str, Any]) -> str:
@@ -240,8 +243,10 @@ def _released_config(
         if named not in (AUTO, BORROWED) and kind not in families[named].hf_model_types:
             text = f"given {show(named)}, but {path} has model_type {show(kind)}"
             raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
-        if (quantised := quantised_kind(content)) is not None:
-            raise HFError(f"{path.parent}: {quantised_advice(quantised)}")
+        if (advice := quantised_advice(quantisation(content))) is not None:
+            raise HFError(f"{path.parent}: {advice}")
+        if "text_config" in content and named in (AUTO, BORROWED):
+            content = {**_tying(path.parent), **content}
         if named != AUTO:
             return families[named], families[named].config_from_hf(content)
     except (HFError, ModelConfigError) as error:
@@ -254,6 +259,19 @@ def _released_config(
         except ModelConfigError as error:
             refusals.append(f"{family.name}: {error}")
     raise options.error("model.hf_path", f"{path} fits no family; {'; '.join(refusals)}")
+
+
+def _tying(folder: Path) -> dict[str, bool]:
+    """Return `tie_word_embeddings` as the files of a folder show it; nothing for a folder of a config alone.
+
+    Releases that wrap their text model often leave it out. The default of their class may then be wrong, and `transformers`
+    goes by the files.
+    """
+    try:
+        heads = [name for name in read_folder(folder) if name.endswith("lm_head.weight")]
+    except HFError:
+        return {}
+    return {"tie_word_embeddings": not heads}
 
 
 # The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.
