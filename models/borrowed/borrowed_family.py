@@ -94,7 +94,7 @@ class BorrowedFamily:
         anatomy = take_apart(hf_config)
         model: Any = anatomy.model
         names = {parameter: name for name, parameter in model.named_parameters()}
-        shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries)
+        shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries, anatomy.places)
         shell.longest = longest_sequence(hf_config, anatomy.body)
         common = anatomy, shell, model._init_weights
         layers: dict[str, BorrowedLayer] = {"embedding": BorrowedEmbedding(*common)}

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.accelerators import PLANNED_KIND
+from torchround.accelerators import PLANNED_KIND, as_if_on
 from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
 from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, count_logits
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
+from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import (
@@ -28,6 +29,7 @@ from torchround.models.common.loss import (
     loss_workspace_bytes,
     token_loss_sum,
 )
+from torchround.models.common.packed_attention import Documents
 
 
 class BorrowedLayer(nn.Module):
@@ -79,9 +81,10 @@ class BorrowedLayer(nn.Module):
                 f"sequences of {tokens} tokens: this model takes {self.longest}, because {self.shell.longest[1]}; "
                 f"legal: training.seq_len up to {self.longest}"
             )
-        key = (kind_of(self.core), batch, tokens, element_bytes)
+        key = (kind_of(self.core), batch, tokens, element_bytes, device)
         if key not in self.shell.counted:
-            self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
+            with as_if_on(device):
+                self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
         return self.shell.counted[key]
 
 
@@ -112,13 +115,16 @@ class BorrowedBlock(BorrowedLayer):
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:
-            return self._run(self.shell.calls_of(hidden, micro_batch)[self.index], hidden)
+            call = self.shell.calls_of(hidden, micro_batch)[self.index]
+            return self._run(call, hidden, documents_of(micro_batch))
         rows: list[list[Tensor]] = [[] for _ in hidden]
         for row, begin, end, calls in self.shell.calls_by_document(hidden, micro_batch):
-            rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end]))
+            whole = Documents(torch.zeros_like(micro_batch.positions[row : row + 1, begin:end]), 1)
+            rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end], whole))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
-    def _run(self, call: BlockCall, hidden: Tensor) -> Tensor:
+    def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
+        call = call.with_documents(documents)
         found = self.core(hidden, *call.args, **call.kwargs)
         result: Tensor = found[0] if self.entries else found
         return result
@@ -158,8 +164,9 @@ class BorrowedHead(BorrowedLayer):
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the modules after the blocks, and the loss from its formula: it never has all logits at once."""
         num_tokens, width = batch * tokens, self.shell.width
-        tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
-        flops, vocab = count_logits(self, num_tokens, width, element_bytes)
+        with as_if_on(device):
+            tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
+            flops, vocab = count_logits(self, num_tokens, width, element_bytes)
         flops -= tail.forward_flops
         trained = any(weight.requires_grad for weight in self._weights())
         scratch = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device)

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
-from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, Step, kind_of, with_modules
+from torchround.models.borrowed.recognised_parts import recognise
+from torchround.models.borrowed.shell import (
+    BlockCall,
+    Places,
+    Shell,
+    StandInBody,
+    Step,
+    kind_of,
+    with_modules,
+)
 from torchround.models.common.config import ModelConfigError
 
 OLDEST = "5.20"
@@ -178,6 +187,7 @@ class Anatomy:
     - `output_class`: what the body returns.
     - `projection`: the linear layer whose output is the logits, or None.
     - `alone`: for each block, whether documents have to run through it one by one.
+    - `places`: where recognised blocks get their documents (`Shell`).
     """
 
     model: nn.Module
@@ -190,6 +200,7 @@ class Anatomy:
     output_class: type
     projection: str | None
     alone: tuple[bool, ...]
+    places: Places
 
 
 def take_apart(config: Any) -> Anatomy:
@@ -264,6 +275,11 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
     trained = [name for name, child in body.named_children() if _is_trained(child)]
     between = {step.name for step in steps[places[0] : places[-1]]}
     _check(not between.intersection(trained), "its body calls modules with parameters between its blocks")
+    alone = tuple(
+        not keeps_documents_apart(block, call, positions)
+        for block, call in zip(block_list, calls, strict=True)
+    )
+    body, places = recognise(body, block_list, shell, positions, hidden)
     return Anatomy(
         model,
         body,
@@ -274,10 +290,8 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
         entries=entries,
         output_class=type(output),
         projection=_projection(model, body_name, type(output), hidden.shape[-1]),
-        alone=tuple(
-            not keeps_documents_apart(block, call, positions)
-            for block, call in zip(block_list, calls, strict=True)
-        ),
+        alone=alone,
+        places=places,
     )
 
 
