@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from torchround.accelerators import PLANNED_KIND, as_if_on
 from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
+from torchround.models.borrowed.compiled_core import core_of_tensors
 from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, count_logits
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
@@ -35,7 +36,7 @@ from torchround.models.common.packed_attention import Documents
 class BorrowedLayer(nn.Module):
     """A layer around `core` of `transformers`, sharing its children. `initialiser`, the model's own, fills one module."""
 
-    # Compiled code cannot look into the calls that transformers chooses while it runs.
+    # Compiled code cannot look into the calls that transformers chooses while it runs. Blocks of recognised parts have `code`.
     never_compiled = True
     core: nn.Module
     # The width of the hidden state that the layer gets; None for the first layer.
@@ -112,6 +113,7 @@ class BorrowedBlock(BorrowedLayer):
         super().__init__(anatomy.body.get_submodule(f"{anatomy.blocks}.{index}"), shell, initialiser)
         self.width, self.index = shell.width, index
         self.entries, self.alone = anatomy.entries, anatomy.alone[index]
+        self.never_compiled = self.alone or not (anatomy.places and anatomy.places[index])
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:
@@ -122,6 +124,18 @@ class BorrowedBlock(BorrowedLayer):
             whole = Documents(torch.zeros_like(micro_batch.positions[row : row + 1, begin:end]), 1)
             rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end], whole))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
+
+    def code(self) -> nn.Module:
+        """Return what the engine compiles in the block's place: its core, called with tensors alone."""
+        assert self.width is not None, "only the first layer has none"
+        calls = self.shell.calls(torch.ones((1, 2, self.width)), torch.arange(2)[None])
+        made = core_of_tensors(self.core, calls[self.index], self.entries)
+        made._forward_pre_hooks = self._forward_pre_hooks  # they hand out seeds
+        return made
+
+    def code_inputs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Return the tensors that `code` is called with."""
+        return hidden, *self.shell.calls_of(hidden, micro_batch)[self.index].tensors()
 
     def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
         call = call.with_documents(documents)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from torchround.accelerators import as_if_on
 from torchround.keeping import keep
+from torchround.models.borrowed.compiled_core import take_numbers
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
 from torchround.models.common.attention import attend
@@ -67,7 +68,7 @@ def attend_documents(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend inside documents: `[B, H, T, C]`, keys and values `[B, K, T, ..]`, to `[B, T, H, ..]`."""
-    calls = _observed.get()
+    calls = None if torch.compiler.is_dynamo_compiling() else _observed.get()
     if calls is not None:
         calls.append(AttentionCall(module, (query, key, value), {"scaling": scaling, **others}))
     if not isinstance(attention_mask, MaskPlace) or attention_mask.documents is None:
@@ -263,13 +264,17 @@ def _take_attention(
     config._attn_implementation = NAME
     calls = Shell(body, shell.blocks, shell.entries, places).calls(hidden, positions)
     names: dict[Any, dict[str, str]] = {}
+    unnumbered: dict[Any, bool] = {}
     for block, call, own in zip(blocks, calls, places, strict=True):
         if own and (kind := kind_of(block)) not in names:
             attended, order = _observe(block, call, hidden)
             for one in attended:
                 _compare_attention(one)
             names[kind] = _product_names(block, attended, order, hidden.shape[-1])
+            unnumbered[kind] = _runs_without_number(block, call, hidden)
     for block, own in zip(blocks, places, strict=True):
+        if own and unnumbered[kind_of(block)]:
+            take_numbers(block.children())
         for path, name in names[kind_of(block)].items() if own else ():
             linear: Any = block.get_submodule(path)
             named = Projection(linear.in_features, linear.out_features, linear.bias is not None)
@@ -326,12 +331,7 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
     ]
     token = _observed.set(attended)
     try:
-        with as_if_on("cpu"), no_memory(), torch.no_grad():
-            weights = fake_parameters(block, hidden.dtype)
-            batch, tokens = hidden.shape[:2]
-            documents = Documents(torch.zeros((batch, tokens), dtype=torch.int64))
-            call = call.with_documents(documents)
-            call_with(block, weights, hidden, *call.args, **call.kwargs)
+        _run_without_memory(block, call, hidden)
     finally:
         _observed.reset(token)
         for handle in handles:
@@ -339,6 +339,26 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
     if not attended:
         raise NotRecognised(f"{type(block).__name__} makes no use of its mask")
     return attended, order
+
+
+def _run_without_memory(block: nn.Module, call: BlockCall, hidden: Tensor) -> None:
+    with as_if_on("cpu"), no_memory(), torch.no_grad():
+        weights = fake_parameters(block, hidden.dtype)
+        call = call.with_documents(Documents(torch.zeros(hidden.shape[:2], dtype=torch.int64)))
+        call_with(block, weights, hidden, *call.args, **call.kwargs)
+
+
+def _runs_without_number(block: nn.Module, call: BlockCall, hidden: Tensor) -> bool:
+    block = with_modules(block, {})
+    numbers = take_numbers([block])
+    try:
+        _run_without_memory(block, call, hidden)
+    except TypeError:
+        return False
+    finally:
+        for module, number in numbers:
+            module.layer_idx = number
+    return True
 
 
 def _compare_attention(call: AttentionCall) -> None:

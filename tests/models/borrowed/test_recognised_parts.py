@@ -5,10 +5,13 @@ import torch
 
 from tests.support import plain_flash
 from tests.support.kept_blocks import CHOICES, DENSE, differing_choices, kept_by, kernels, with_dropout
-from tests.support.toy_decoders import toy_config
-from tests.support.transformers_loop import compare, make_pair
+from tests.support.toy import assert_same_state, toy_engine, train
+from tests.support.toy_decoders import VOCAB, toy_config
+from tests.support.transformers_loop import compare, make_pair, store_of
+from torchround.engine.board import Board
+from torchround.engine.compiled import LayerCompiler
 from torchround.engine.worker.slots import Packing
-from torchround.keeping import replaying
+from torchround.keeping import recording, replaying
 from torchround.layer import KEEPABLE
 from torchround.models import FAMILIES
 from torchround.models.borrowed import recognised_parts
@@ -16,6 +19,7 @@ from torchround.models.borrowed.shell import MaskPlace
 from torchround.models.common import attention
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.models.common.packed_attention import Documents
+from torchround.planning.partition import Partition
 
 FAMILY = FAMILIES["transformers"]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -170,3 +174,45 @@ def test_rules_that_attention_of_ours_lacks_are_left_to_transformers(model_type,
     pair = make_pair(tools, model_type)
     assert model_type == "gpt_neox" or f"attention of model_type {model_type!r}" in caplog.text
     compare(pair)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3"])
+def test_compiled_blocks_are_as_many_kinds_as_differ_and_have_the_bits_of_plain_ones(model_type, batch, tools):
+    """Windows, and experts behind the first block; Inductor alone would round in other ways."""
+    model = bound(build(model_type, ("o_proj",), 0.1), tools, F32)
+    compiler = LayerCompiler(model, "aot_eager")
+    kinds = {"gemma3_text": [["block.0", "block.2"], ["block.1", "block.3"]]}
+    others = [["block.0"], ["block.1", "block.2", "block.3"]]
+    assert [kind.layer_names for kind in compiler.kinds[1:-1]] == kinds.get(model_type, others)
+    block = model.layers[-2]
+    compiled, found = compiler.compiled(len(model.layers) - 2, block, Board()), []
+    for layer in (block, compiled):
+        block.zero_grad()
+        hidden = an_input(F32).requires_grad_()
+        mixed = layer(hidden, batch)
+        mixed.square().sum().backward()
+        found.append([mixed, hidden.grad, *(one.grad for one in block.parameters() if one.requires_grad)])
+    assert compiled is not block and not compiler.kinds[-2]._given_up
+    assert all(map(torch.equal, *found))
+    with torch.no_grad(), recording(KEEPABLE) as record:
+        compiled(an_input(F32), batch)
+    with replaying(KEEPABLE, [one.clone() for one in record.tensors]):
+        assert torch.equal(compiled(an_input(F32).requires_grad_(), batch), found[0][0])
+    assert record.tensors
+
+
+@pytest.mark.compiles
+def test_two_devices_train_a_compiled_model_to_the_bits_of_one(tools):
+    pair = make_pair(tools, "mistral")
+    weights = tools.stored_parameters(pair.ours)
+    steps = [[with_dropout(tools.micro_batch([[1 + i, 11 - i]], VOCAB, seed=i)) for i in range(2)] for _ in range(2)]
+    found = []
+    for partition, devices in ((Partition((), 6, ()), 1), (Partition((3,), 3, (3,)), 2)):
+        store = store_of(model := pair.build(), weights)
+        compiler = LayerCompiler(model, "aot_eager")
+        with toy_engine(partition, devices, model=model, store=store, compiler=compiler) as engine:
+            found.append((train(engine, steps), store.named_views()))
+        assert len(compiler.kinds[1].shapes) > 0
+    assert found[0][0] == found[1][0]
+    assert_same_state(found[1][1], found[0][1])
