@@ -362,7 +362,7 @@ def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     """Return what a call costs, or None if it launches nothing."""
     space, _, overload = func.name().partition("::")
     name = overload.partition(".")[0]
-    if func.is_view or name in UNWRITTEN:
+    if func.is_view or name in UNWRITTEN or space == "prim":  # which asks a tensor for its device
         return None
     if name == "copy_" and _memory(args[0]) == _memory(args[1]):
         return None  # PyTorch returns early: `a[rows] += b` copies a[rows] onto itself afterwards

@@ -174,6 +174,12 @@ class Meter(TorchDispatchMode):
             self.grouped_parts.add(current_part())
         if name == "aten::_flash_attention_backward":
             self.peak_bytes = max(self.peak_bytes, self.alive_bytes + _scratch_of_attention(*args))
+        if name == "aten::sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:
+            # The CPU casts all terms first.
+            cast_bytes = args[0].numel() * kwargs["dtype"].itemsize
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + cast_bytes + result.nbytes)
+        if name.startswith("torchround::grouped_product"):  # a loop over experts, whose results are joined
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + 2 * result.nbytes)
         self._count(result)
         return result
 
