@@ -68,7 +68,7 @@ def attend_documents(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend inside documents: `[B, H, T, C]`, keys and values `[B, K, T, ..]`, to `[B, T, H, ..]`."""
-    calls = None if torch.compiler.is_dynamo_compiling() else _observed.get()
+    calls = None if torch.compiler.is_dynamo_compiling() else _observed().get()
     if calls is not None:
         calls.append(AttentionCall(module, (query, key, value), {"scaling": scaling, **others}))
     if not isinstance(attention_mask, MaskPlace) or attention_mask.documents is None:
@@ -154,7 +154,9 @@ class AttentionCall:
     others: Mapping[str, Any]
 
 
-_observed: ContextVar[list[AttentionCall] | None] = ContextVar("calls of attention", default=None)
+@cache
+def _observed() -> ContextVar[list[AttentionCall] | None]:
+    return ContextVar("calls of attention", default=None)
 
 
 def recognise(
@@ -329,11 +331,11 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
         for path, module in block.named_modules()
         if isinstance(module, nn.Linear)
     ]
-    token = _observed.set(attended)
+    token = _observed().set(attended)
     try:
         _run_without_memory(block, call, hidden)
     finally:
-        _observed.reset(token)
+        _observed().reset(token)
         for handle in handles:
             handle.remove()
     if not attended:
