@@ -58,6 +58,9 @@ class CoreOfTensors(nn.Module):
 
     # The hidden state alone gets a gradient.
     differentiable = 1
+    leaves: tuple[Any, ...]
+    structure: Any
+    entries: int
 
     def forward(self, inputs: tuple[Tensor, ...], micro_batch: MicroBatch) -> Tensor:
         hidden, *others = inputs

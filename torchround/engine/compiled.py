@@ -54,7 +54,7 @@ class LayerCompiler:
         self._kind_of: list[LayerKind] = []
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             # Only the last layer may compute something else without gradients, so it shares no code with the others.
-            module = layer.code() if has_code(layer) else layer
+            module: nn.Module = layer.code() if has_code(layer) else layer  # type: ignore[operator]
             code = index == len(model.layers) - 1, _structure(module)
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
@@ -81,7 +81,9 @@ class LayerCompiler:
             ):
                 if not may_compile(layer, micro_batch.shape.numel()):
                     return layer(hidden, micro_batch)
-                inputs = layer.code_inputs(hidden, micro_batch) if has_code(layer) else hidden
+                inputs: Hidden = hidden
+                if has_code(layer):
+                    inputs = layer.code_inputs(hidden, micro_batch)  # type: ignore[operator]
                 output = kind.run(parameters, inputs, micro_batch, board)
                 if output is not None:
                     return output
