@@ -8,9 +8,11 @@ Shapes: N tokens of a micro-batch, H heads, C channels of a head, R rows of expe
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,9 +26,15 @@ from torchround.engine.worker.compute import StageComputation, bind
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, flatten, unflatten
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 from torchround.models import FAMILIES
+from torchround.models.borrowed import construction
+from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
 from torchround.optim import NO_STATE
 
 MODELS = ["llama3:3.1-8B", "qwen3:1.7B", "qwen3:4B", "qwen3:30B-A3B", "gpt_oss:20B"]
+# Types of decoders of `transformers`, counted at the sizes that their configs have by default.
+BORROWED = ["mistral", "gemma3_text", "qwen3_5_text", "qwen3_next", "glm4_moe", "deepseek_v3"]
+# As many blocks as have one of each kind in all of these.
+BORROWED_BLOCKS = 6
 DTYPE = torch.bfloat16
 
 # They make a tensor and write nothing.
@@ -139,7 +147,53 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {("qwen3:1.7B", "head"): {"GB":
 def measure(options: argparse.Namespace) -> Report:
     """Count all layers of each model and predict its micro-batch."""
     size = (options.micro_batch_size, options.seq_len)
-    return {"models": [counted_model(name, *size, options.documents) for name in options.models]}
+    borrowed = [row for name in options.borrowed for row in counted_blocks(name, *size, options.documents)]
+    return {
+        "models": [counted_model(name, *size, options.documents) for name in options.models],
+        "borrowed": borrowed,
+    }
+
+
+def counted_blocks(model_type: str, batch: int, tokens: int, documents: int) -> list[dict[str, Any]]:
+    """Count each kind of block of a decoder of `transformers`, by its own code and with parts of ours.
+
+    Blocks that run document by document are left out: their code is the same both ways.
+    """
+    from transformers import AutoConfig
+
+    family, card = FAMILIES["transformers"], CARDS[0]
+    content = AutoConfig.for_model(model_type, num_hidden_layers=BORROWED_BLOCKS).to_dict()
+    rows = []
+    for parts in ("of transformers", "of ours"):
+        kept = patch(f"{construction.__name__}.recognise", lambda body, *_: (body, ()))
+        with kept if parts == "of transformers" else nullcontext():
+            model = family.build(family.config_from_hf(content))
+        layers = []
+        with as_if_on(CudaKind(card.capability)):
+            for name, layer in zip(model.names[1:-1], model.layers[1:-1], strict=True):
+                if not layer.alone:
+                    layers.append(_counted_block(name, layer, batch, tokens, documents))
+        rows += [{"model": model_type, "parts": parts, **row} for row in _rows(layers)]
+    return rows
+
+
+def _counted_block(name: str, layer: Any, batch: int, tokens: int, documents: int) -> CountedLayer:
+    """Count a block on tensors without memory, which know positions: masks of `transformers` depend on them."""
+    positions = torch.arange(tokens).remainder(-(-tokens // documents)).expand(batch, -1).contiguous()
+    with no_memory():
+        ids = torch.zeros((batch, tokens), dtype=torch.int64)
+        micro_batch = MicroBatch(ids, ids, positions, ids, max_documents=documents)
+        weights = fake_parameters(layer, DTYPE)
+        for weight in weights.values():
+            if weight.requires_grad:
+                weight.grad_dtype, weight.grad = torch.float32, torch.empty(weight.shape)
+        hidden = torch.empty((batch, tokens, layer.width), dtype=DTYPE).requires_grad_()
+        layer.shell.calls_of(hidden, micro_batch)  # once for all blocks
+        with CountingMode() as mode:
+            output = call_with(layer, weights, hidden, micro_batch)
+            forward, mode.counted = mode.counted, Counted()
+            torch.autograd.backward(output, torch.empty_like(output))
+    return CountedLayer(name, forward, mode.counted)
 
 
 def counted_model(name: str, batch: int, tokens: int, documents: int) -> dict[str, Any]:
@@ -226,6 +280,13 @@ def tables_of(report: Report) -> str:
     ]
     tables = [
         table(["counted", "layers", *COUNTED], counts),
+        table(
+            ["counted, H100", "parts", "layers", *COUNTED],
+            [
+                [row["model"], row["parts"], row["layers"], *(f"{row[what]:.4g}" for what in COUNTED)]
+                for row in report["borrowed"]
+            ],
+        ),
         table(["predicted", "ms", "tokens/s", "MFU", "MFU, blocks computed twice"], guesses),
     ]
     return "\n".join([*tables, *rates, *report["missed_bounds"]])
@@ -252,13 +313,14 @@ causal over sequences that are one document each, the longest case. MFU divides 
 recomputed) by the card's dense peak. --check asks for few bytes of Qwen3 1.7B's head.""",
     {
         "--models": Option(MODELS, "FAMILY:FLAVOR of each model"),
+        "--borrowed": Option(BORROWED, "types of decoders of transformers"),
         "--micro-batch-size": Option(4, "sequences of a micro-batch"),
         "--seq-len": Option(2048, "tokens of a sequence"),
         "--documents": Option(8, "most documents of a sequence"),
     },
     measure,
     headline,
-    "--models qwen3:debug_moe --seq-len 64",
+    "--models qwen3:debug_moe --borrowed mistral --seq-len 64",
     missed_goals,
     show=tables_of,
 )
@@ -300,7 +362,7 @@ def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     """Count what a call costs, or None if it launches nothing."""
     space, _, overload = func.name().partition("::")
     name = overload.partition(".")[0]
-    if func.is_view or name in UNWRITTEN:
+    if func.is_view or name in UNWRITTEN or space == "prim":  # which asks a tensor for its device
         return None
     if name == "copy_" and _memory(args[0]) == _memory(args[1]):
         return None  # PyTorch returns early: `a[rows] += b` copies a[rows] onto itself afterwards

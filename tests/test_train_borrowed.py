@@ -226,6 +226,9 @@ def test_a_missing_package_is_one_message_that_says_what_to_install(folder, caps
     assert "pip install 'transformers" in capsys.readouterr().err
 
 
-def test_layers_are_never_compiled(folder):
+def test_only_blocks_of_recognised_parts_may_be_compiled(folder, releases):
     model = configured_model.build_model(parse_command_line(["--config", "small.toml", "--engine.compile=true"]))
+    assert [*map(may_compile, model.layers)] == [False, True, True, False]
+    take(folder, releases("gemma2"))
+    model = configured_model.build_model(parse_command_line(["--config", "small.toml"]))
     assert not any(map(may_compile, model.layers))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Asked = TypeVar("Asked", bound=Callable[..., Any])
 
@@ -216,6 +217,11 @@ def kind_of(device: str) -> AcceleratorKind:
     """Find the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
     kind = _on_meta().get() if device == "meta" else _registered().get(device)
     return kind or _HOST
+
+
+def device_kind(tensor: torch.Tensor) -> str:
+    """Return the type of a tensor's device. A tensor without memory that stands for another counts as on `meta`."""
+    return "meta" if isinstance(tensor, FakeTensor) else tensor.device.type
 
 
 def known_kinds() -> list[str]:

@@ -30,6 +30,7 @@ PRODUCTS: Mapping[str, int] = MappingProxyType(
         "aten::baddbmm": 1,
         "aten::_grouped_mm": 0,
         "torchround::grouped_rows": 0,
+        "torchround::grouped_product": 0,
     }
 )
 # An order of dimensions in memory, which is its own inverse; None is the usual one.
@@ -58,10 +59,12 @@ class KeptActivationError(RuntimeError):
 class ActivationRecord:
     """The results that one run of a layer has collected, in the order of the operations.
 
-    All are contiguous and without a graph. They are the layer's own memory: nothing may write into them.
+    All are contiguous and without a graph. They are the layer's own memory: nothing may write into them. `parts` has the
+    name of each one's part.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
 
 
 def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
@@ -76,6 +79,11 @@ def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
     if active is None or name not in active.names:
         return function(*args)
     return cast(Result, active.run(name, function, args))
+
+
+def current_part() -> str:
+    """Return the name of the part that this thread records or replays now, "" outside of one."""
+    return "" if _thread.mode is None else _thread.mode.part
 
 
 def passing(function: Callable[..., Result], *args: Any) -> Result:
@@ -245,7 +253,7 @@ class _PartMode(TorchDispatchMode):
 
     def of(self, name: str) -> "_PartMode":
         self.passes = self.joins = False
-        self._is_attention = name == "attention"
+        self.part = name
         return self
 
     def __torch_dispatch__(
@@ -256,7 +264,7 @@ class _PartMode(TorchDispatchMode):
             self.joins = False
             return func(*args, **kwargs) if self.passes else self.collected(func, args, kwargs, (None,))
         # PyTorch may compute attention by products of all pairs. Their results, of size T^2, are not worth the link.
-        if self._is_attention:
+        if self.part == "attention":
             orders = ATTENTION_KERNELS.get(func.name())
         else:
             orders = (None,) if func.name() in PRODUCTS else None
@@ -301,6 +309,7 @@ class _Recording(_PartMode):
         # The outputs behind those with an order are not kept.
         for output, order in zip(found if isinstance(found, tuple) else (found,), orders, strict=False):
             self.record.tensors.append(_in_order(output, order).contiguous())
+            self.record.parts.append(self.part)
             self._outputs.append(output)
         return found
 

@@ -235,7 +235,8 @@ class Layer(Protocol):
     two or more dimensions only because they are stacks of vectors.
 
     A layer with an attribute `never_compiled` that is true is not compiled, one with `most_compiled_tokens` for no
-    micro-batch of more tokens.
+    micro-batch of more tokens. A layer with a method `code` has that compiled in its place: a module of the same parameters
+    and without buffers, which is called with the tensors of `code_inputs(hidden, micro_batch)` and the micro-batch.
 
     A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
     them in `LayerWork.keepable`.
@@ -258,6 +259,11 @@ class Layer(Protocol):
         `device` is the kind of device, `cpu` or an accelerator's: the memory that a layer keeps may depend on the
         kernels there.
         """
+
+
+def has_code(layer: nn.Module) -> bool:
+    """Return whether another module is compiled in place of the layer."""
+    return hasattr(layer, "code") and not getattr(layer, "never_compiled", False)
 
 
 def may_compile(layer: nn.Module, num_tokens: int = 0) -> bool:

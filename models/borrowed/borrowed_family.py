@@ -107,7 +107,7 @@ class BorrowedFamily:
         model: Any = anatomy.model
         let_adapt(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries)
+        shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries, anatomy.places)
         shell.longest = longest_sequence(hf_config, anatomy.body)
         common = anatomy, shell, model._init_weights
         layers: dict[str, BorrowedLayer] = {"embedding": BorrowedEmbedding(*common)}

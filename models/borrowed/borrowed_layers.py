@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.accelerators import PLANNED_KIND
+from torchround.accelerators import PLANNED_KIND, as_if_on
 from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
+from torchround.models.borrowed.compiled_core import core_of_tensors
 from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, count_logits
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
+from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import (
@@ -28,12 +30,13 @@ from torchround.models.common.loss import (
     loss_workspace_bytes,
     token_loss_sum,
 )
+from torchround.models.common.packed_attention import Documents
 
 
 class BorrowedLayer(nn.Module):
     """A layer around `core` of `transformers`, sharing its children. `initialiser`, the model's own, fills one module."""
 
-    # Compiled code cannot look into the calls that transformers chooses while it runs.
+    # Compiled code cannot look into the calls that transformers chooses while it runs. Blocks of recognised parts have `code`.
     never_compiled = True
     core: nn.Module
     # The width of the hidden state that the layer gets; None for the first layer.
@@ -79,9 +82,10 @@ class BorrowedLayer(nn.Module):
                 f"sequences of {tokens} tokens: this model takes {self.longest}, because {self.shell.longest[1]}; "
                 f"legal: training.seq_len up to {self.longest}"
             )
-        key = (kind_of(self.core), batch, tokens, element_bytes)
+        key = (kind_of(self.core), batch, tokens, element_bytes, device)
         if key not in self.shell.counted:
-            self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
+            with as_if_on(device):
+                self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
         return self.shell.counted[key]
 
 
@@ -109,16 +113,32 @@ class BorrowedBlock(BorrowedLayer):
         super().__init__(anatomy.body.get_submodule(f"{anatomy.blocks}.{index}"), shell, initialiser)
         self.width, self.index = shell.width, index
         self.entries, self.alone = anatomy.entries, anatomy.alone[index]
+        self.never_compiled = self.alone or not (anatomy.places and anatomy.places[index])
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:
-            return self._run(self.shell.calls_of(hidden, micro_batch)[self.index], hidden)
+            call = self.shell.calls_of(hidden, micro_batch)[self.index]
+            return self._run(call, hidden, documents_of(micro_batch))
         rows: list[list[Tensor]] = [[] for _ in hidden]
         for row, begin, end, calls in self.shell.calls_by_document(hidden, micro_batch):
-            rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end]))
+            whole = Documents(torch.zeros_like(micro_batch.positions[row : row + 1, begin:end]), 1)
+            rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end], whole))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
-    def _run(self, call: BlockCall, hidden: Tensor) -> Tensor:
+    def code(self) -> nn.Module:
+        """Return what the engine compiles in the block's place: its core, called with tensors alone."""
+        assert self.width is not None, "only the first layer has none"
+        calls = self.shell.calls(torch.ones((1, 2, self.width)), torch.arange(2)[None])
+        made = core_of_tensors(self.core, calls[self.index], self.entries)
+        made._forward_pre_hooks = self._forward_pre_hooks  # they hand out seeds
+        return made
+
+    def code_inputs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Return the tensors that `code` is called with."""
+        return hidden, *self.shell.calls_of(hidden, micro_batch)[self.index].tensors()
+
+    def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
+        call = call.with_documents(documents)
         found = self.core(hidden, *call.args, **call.kwargs)
         result: Tensor = found[0] if self.entries else found
         return result
@@ -158,8 +178,9 @@ class BorrowedHead(BorrowedLayer):
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the modules after the blocks, and the loss from its formula: it never has all logits at once."""
         num_tokens, width = batch * tokens, self.shell.width
-        tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
-        flops, vocab = count_logits(self, num_tokens, width, element_bytes)
+        with as_if_on(device):
+            tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
+            flops, vocab = count_logits(self, num_tokens, width, element_bytes)
         flops -= tail.forward_flops
         trained = any(weight.requires_grad for weight in self._weights())
         scratch = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
+from torchround.models.borrowed.recognised_parts import recognise
 from torchround.models.borrowed.shell import (
     BlockCall,
+    Places,
     Shell,
     StandInBody,
     Step,
@@ -286,6 +288,7 @@ class Anatomy:
     - `output_class`: what the body returns.
     - `projection`: the linear layer whose output is the logits, or None.
     - `alone`: for each block, whether documents have to run through it one by one.
+    - `places`: where recognised blocks get their documents (`Shell`).
     """
 
     model: nn.Module
@@ -298,6 +301,7 @@ class Anatomy:
     output_class: type
     projection: str | None
     alone: tuple[bool, ...]
+    places: Places
 
 
 def take_apart(config: Any) -> Anatomy:
@@ -357,8 +361,8 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
     for row, sizes in enumerate(PROBE_LENGTHS):
         for start, size in zip((0, sizes[0]), sizes, strict=True):
             place = slice(row, row + 1), slice(start, start + size)
-            alone = shell.record(hidden[place], positions[place])[0][0]
-            _check(torch.equal(alone, given[place]), "its positions do not begin anew with each document")
+            single = shell.record(hidden[place], positions[place])[0][0]
+            _check(torch.equal(single, given[place]), "its positions do not begin anew with each document")
     seen = set()
     for index, (block, call) in enumerate(zip(block_list, calls, strict=True)):
         shared = [leaf for leaf in torch.utils._pytree.tree_leaves(call.kwargs) if isinstance(leaf, UserDict)]
@@ -369,11 +373,16 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
         seen.add(kind_of(block))
     steps, output = shell.trace(hidden, positions)
     after = _chain(steps, output, [f"{blocks}.{index}" for index in range(len(block_list))])
-    places = [index for index, step in enumerate(steps) if step.name.startswith(f"{blocks}.")]
-    early = {step.name for step in steps[: places[0]]}
+    at = [index for index, step in enumerate(steps) if step.name.startswith(f"{blocks}.")]
+    early = {step.name for step in steps[: at[0]]}
     trained = [name for name, child in body.named_children() if _is_trained(child)]
-    between = {step.name for step in steps[places[0] : places[-1]]}
+    between = {step.name for step in steps[at[0] : at[-1]]}
     _check(not between.intersection(trained), "its body calls modules with parameters between its blocks")
+    alone = tuple(
+        not keeps_documents_apart(block, call, positions)
+        for block, call in zip(block_list, calls, strict=True)
+    )
+    body, places = recognise(body, block_list, shell, positions, hidden)
     return Anatomy(
         model,
         body,
@@ -384,10 +393,8 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
         entries=entries,
         output_class=type(output),
         projection=_projection(model, body_name, type(output), hidden.shape[-1]),
-        alone=tuple(
-            not keeps_documents_apart(block, call, positions)
-            for block, call in zip(block_list, calls, strict=True)
-        ),
+        alone=alone,
+        places=places,
     )
 
 

@@ -4,7 +4,8 @@ Shapes: B sequences, T tokens, D model width, S rows sorted by expert, E experts
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchround.layer import LayerWork, MicroBatch, Products
+from torchround.keeping import KeptActivationError, current_part, recording, replaying
+from torchround.layer import KEEPABLE, KeptWork, LayerWork, MicroBatch, Products
 from torchround.models.borrowed.shell import shared_tensors
 from torchround.models.common.config import ModelConfigError
+from torchround.models.common.packed_attention import backward_scratch_bytes
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-# Products of experts with adapters (`kernels/grouped.py`): rows first, weights last but one.
-ADAPTED_PRODUCTS = ("torchround::grouped_product", "torchround::grouped_product_gradient")
 # What each row of a grouped product's matrices takes a multiple of.
 ROW_BYTES = 16
 
@@ -76,6 +77,8 @@ def count_layer(
             torch.autograd.backward(result, torch.empty_like(result))
         backward_flops = meter.flops - forward_flops
         scratch = max(0, meter.peak_bytes - before - arguments - kept_bytes)
+        # A block that runs document by document keeps other tensors for other documents.
+        parts = () if getattr(layer, "alone", True) else _parts(layer, parameters, hidden, micro_batch, meter)
     # A product's two gradients cost a forward each; what is missing belongs to frozen weights.
     frozen_flops = min(forward_flops, max(0.0, 2 * forward_flops - backward_flops))
     # Most products of a layer with stacks of matrices are those of its experts. Weights of convolutions have a 1 in their shape.
@@ -85,7 +88,39 @@ def count_layer(
         activation_bytes=kept_bytes,
         boundary_bytes=output_bytes,
         workspace_bytes=scratch + arguments,
+        keepable=parts,
     )
+
+
+def _parts(
+    layer: nn.Module, parameters: Mapping[str, Tensor], hidden: Any, micro_batch: MicroBatch, meter: "Meter"
+) -> tuple[KeptWork, ...]:
+    """Count the parts of a layer whose results can be kept, in the order in which they run."""
+    meter.part_flops.clear()
+    try:
+        with torch.no_grad(), recording(KEEPABLE) as record:
+            call_with(layer, parameters, hidden, micro_batch)
+    except KeptActivationError:  # the block writes into them
+        return ()
+    flops, grouped = dict(meter.part_flops), set(meter.grouped_parts)
+    read = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        read.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        replaying(KEEPABLE, record.tensors),
+    ):
+        call_with(layer, parameters, hidden, micro_batch)
+    found = []
+    for name in dict.fromkeys(record.parts):
+        tensors = [one for one, part in zip(record.tensors, record.parts, strict=True) if part == name]
+        saved = sum(one.nbytes for one in tensors if one.untyped_storage()._cdata in read)
+        sizes, kind = [one.nbytes for one in tensors], "grouped" if name in grouped else "dense"
+        found.append(KeptWork.of(name, sizes, flops.get(name, 0.0), saved, kind))
+    return tuple(found)
 
 
 def count_logits(head: nn.Module, num_tokens: int, width: int, element_bytes: int) -> tuple[float, int]:
@@ -115,24 +150,36 @@ class Meter(TorchDispatchMode):
         self.flops = 0.0
         self.alive_bytes = self.peak_bytes = 0
         self.drawn = False
+        # Of parts whose results can be kept.
+        self.part_flops: defaultdict[str, float] = defaultdict(float)
+        self.grouped_parts: set[str] = set()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args):
             self.drawn = True
-        packet = func._overloadpacket
+        packet, name, flops = func._overloadpacket, func._schema.name, 0.0
         if packet is torch.ops.aten._grouped_mm:
             result, flops = _grouped_product(*args, **kwargs)
-            self.flops += flops
-        elif func.name() in ADAPTED_PRODUCTS:
-            result = func(*args, **kwargs)
-            rows, weights = args[0], args[-2]
-            self.flops += 2.0 * len(rows) * weights[0].numel()
         else:
             result = func(*args, **kwargs)
-            if packet in self._formulas:
-                self.flops += self._formulas[packet](*args, **kwargs, out_val=result)
+            if name in _FORMULAS:
+                flops = _FORMULAS[name](*args)
+            elif packet in self._formulas:
+                flops = self._formulas[packet](*args, **kwargs, out_val=result)
+        self.flops += flops
+        self.part_flops[current_part()] += flops
+        if flops and "grouped" in name:
+            self.grouped_parts.add(current_part())
+        if name == "aten::_flash_attention_backward":
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + _scratch_of_attention(*args))
+        if name == "aten::sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:
+            # The CPU casts all terms first.
+            cast_bytes = args[0].numel() * kwargs["dtype"].itemsize
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + cast_bytes + result.nbytes)
+        if name.startswith("torchround::grouped_product"):  # a loop over experts, whose results are joined
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + 2 * result.nbytes)
         self._count(result)
         return result
 
@@ -193,3 +240,37 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
     # Attention has the tag for its dropout, and takes the probability as a number.
     places = [index for index, item in enumerate(func._schema.arguments) if item.name == "dropout_p"]
     return not places or any(args[index] for index in places if index < len(args))
+
+
+def _product_of_rows(rows: Tensor, weights: Tensor, *_: Any) -> float:
+    return 2.0 * rows.numel() * weights.shape[2]
+
+
+def _gradient_of_stack(rows: Tensor, grad: Tensor, *_: Any) -> float:
+    return 2.0 * rows.numel() * grad.shape[1]
+
+
+def _attention_of_documents(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> float:
+    """Count all pairs of each sequence's tokens, as in our own families: `[N, H, C]`, of sequences as long as the longest."""
+    longest = others[2]
+    return 4.0 * query.numel() * longest
+
+
+def _gradient_of_attention(grad: Tensor, query: Tensor, *others: Any) -> float:
+    longest = others[6]
+    return 8.0 * query.numel() * longest
+
+
+def _scratch_of_attention(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
+    longest, (rows, heads, channels) = others[5], query.shape
+    return backward_scratch_bytes(max(1, rows // longest), longest, heads, key.shape[1], channels)
+
+
+_FORMULAS: Mapping[str, Callable[..., float]] = {
+    "torchround::grouped_rows": _product_of_rows,
+    "torchround::grouped_product": _product_of_rows,
+    "torchround::grouped_gradient_": _gradient_of_stack,
+    "torchround::grouped_product_gradient": _gradient_of_stack,
+    "aten::_flash_attention_forward": _attention_of_documents,
+    "aten::_flash_attention_backward": _gradient_of_attention,
+}

@@ -10,15 +10,24 @@ Shapes: B sequences, T tokens, D model width.
 import copy
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchround.layer import LayerWork, MicroBatch
+from torchround.models.common.packed_attention import Documents
 
 Plain = (str, int, float, bool, tuple, type(None))
+
+
+@dataclass(frozen=True)
+class MaskPlace:
+    """The place of a mask of a recognised block: a token sees earlier ones of its document, or of the `window` that ends at it."""
+
+    window: int | None = None
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True)
@@ -28,11 +37,29 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def leaves(self) -> list[Any]:
+        return torch.utils._pytree.tree_leaves((self.args, self.kwargs))
+
     def tensors(self) -> list[Tensor]:
-        leaves = torch.utils._pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [leaf for leaf in self.leaves() if isinstance(leaf, Tensor)]
+
+    def with_places(self, places: Mapping[int, MaskPlace]) -> "BlockCall":
+        """Return the call with places of masks, by their number among the leaves."""
+        leaves, structure = torch.utils._pytree.tree_flatten((self.args, self.kwargs))
+        leaves = [places.get(number, leaf) for number, leaf in enumerate(leaves)]
+        return BlockCall(*torch.utils._pytree.tree_unflatten(leaves, structure))
+
+    def with_documents(self, documents: Documents) -> "BlockCall":
+        """Return the call with these documents in the places of masks."""
+
+        def fill(place: MaskPlace) -> MaskPlace:
+            return replace(place, documents=documents)
+
+        return BlockCall(*torch.utils._pytree.tree_map_only(MaskPlace, fill, (self.args, self.kwargs)))
 
 
+# Of each block, the places of masks among its arguments' leaves; nothing if no block is recognised.
+Places = tuple[Mapping[int, MaskPlace], ...]
 # The hidden state and the other arguments of each block.
 Recorded = list[tuple[Tensor, BlockCall]]
 
@@ -106,13 +133,15 @@ class _Shared:
 
 
 class Shell(nn.Module):
-    """A body without its layers. `blocks` is the name of its list of blocks, `entries` as in `Recorder`.
+    """A body without its layers. `blocks` is the name of its list of blocks, `entries` as in `Recorder`. `places` are those of
+    recognised blocks, for which the body makes no masks.
 
     All layers of a model share one shell. It has no parameters; its buffers are constants.
     """
 
-    def __init__(self, body: nn.Module, blocks: str, entries: int) -> None:
+    def __init__(self, body: nn.Module, blocks: str, entries: int, places: Places = ()) -> None:
         super().__init__()
+        self.entries, self.places = entries, places
         self._calls: Recorded = []
         self.body = hollow(body, blocks, entries, self._calls)
         self.blocks = blocks
@@ -126,7 +155,10 @@ class Shell(nn.Module):
 
     def calls(self, hidden: Tensor, positions: Tensor) -> list[BlockCall]:
         """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`."""
-        return [call for _, call in self.record(hidden, positions)]
+        calls = [call for _, call in self.record(hidden, positions)]
+        if not self.places:
+            return calls
+        return [call.with_places(own) for call, own in zip(calls, self.places, strict=True)]
 
     def calls_of(self, hidden: Tensor, micro_batch: MicroBatch) -> list[BlockCall]:
         """Return the arguments of each block, computed once while layers of the same micro-batch follow each other."""

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.accelerators import has_offset_attention, is_accelerator, shares_kv_heads_under_mask
+from torchround.accelerators import (
+    device_kind,
+    has_offset_attention,
+    is_accelerator,
+    shares_kv_heads_under_mask,
+)
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
 from torchround.models.common.chunks import elements_at_once
@@ -206,21 +211,26 @@ def attend(
     documents: Documents,
     window: int | None = None,
     sinks: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Compute softmax attention, scaled by `1 / sqrt(C)`, over earlier tokens of the same document.
+    """Compute softmax attention over earlier tokens of the same document, scaled by `scale`, or else `1 / sqrt(C)`.
 
     `query` is `[B, T, H, C]`, `key` and `value` `[B, T, K, C]`; the result is `[B, T, H, C]`. Each kv head serves
     `H / K` query heads. With a `window` a token sees itself and the `window - 1` before it. `sinks [H]` are scores that
-    join each softmax without a value.
+    join each softmax without a value; with them the scale is the usual one. Values may be narrower than C.
     """
-    tokens, head_dim = query.shape[1], query.shape[3]
+    tokens, head_dim, channels = query.shape[1], query.shape[3], value.shape[3]
+    if channels < head_dim:
+        # The kernels take one width.
+        value = F.pad(value, (0, head_dim - channels))
+        return attend(query, key, value, documents, window, sinks, scale)[..., :channels]
     kernel = choose_kernel(
-        query.device.type, query.dtype, head_dim, tokens, documents.most, window, sinks is not None
+        device_kind(query), query.dtype, head_dim, tokens, documents.most, window, sinks is not None
     )
     if kernel is AttentionKernel.OFFSETS:
-        return attend_by_offsets(query, key, value, documents, window, sinks)
+        return attend_by_offsets(query, key, value, documents, window, sinks, scale)
     mask = None if kernel is AttentionKernel.CAUSAL else attention_mask(documents.ids, window, query.dtype)
-    return _attend_under_mask(query, key, value, mask, sinks)
+    return _attend_under_mask(query, key, value, mask, sinks, scale)
 
 
 def attend_to_past(
@@ -244,17 +254,28 @@ def attend_to_past(
 
 
 def _attend_under_mask(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend under an additive mask, to the whole past without one; shapes as in `attend`, keys may be more."""
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if sinks is not None:
         return attend_with_sinks(query, key, value, sinks, mask).transpose(1, 2)
-    if mask is not None and not shares_kv_heads_under_mask(query.device.type):
+    if mask is not None and not shares_kv_heads_under_mask(device_kind(query)):
         repeats = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
     mixed = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] < query.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=key.shape[1] < query.shape[1],
     )
     return mixed.transpose(1, 2)  # [B, H, T, C] -> [B, T, H, C]
 

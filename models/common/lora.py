@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.keeping import joined, passing
+from torchround.keeping import joined, keep, passing
 from torchround.layer import (
     HFNames,
     HFTensors,
@@ -153,17 +153,22 @@ class LoraLinear(nn.Linear, Adaptable):
     """A frozen linear layer with an adapter `lora_a [r, A]`, `lora_b [Z, r]`, and with DoRA `lora_magnitude [Z]`."""
 
     lora: LoraShape
+    part: str | None = None  # as of a `Projection`
 
     def __init__(self, base: nn.Linear, lora: LoraShape, place: int) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.lora, self.place, self.shapes = lora, place, (("weight", lora),)
+        self.part = getattr(base, "part", None)
         self.lora_a = nn.Parameter(torch.empty(lora.rank, base.in_features, device="meta"))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank, device="meta"))
         if lora.dora:
             self.lora_magnitude = nn.Parameter(torch.empty(base.out_features, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._adapted(x) if self.part is None else keep(self.part, self._adapted, x)
+
+    def _adapted(self, x: Tensor) -> Tensor:
         dropped = self.drop(x)
         low = project(dropped, self.lora_a)  # [..., A] -> [..., r]
         if self.lora.dora:

@@ -53,19 +53,20 @@ def attend_by_offsets(
     documents: Documents,
     window: int | None,
     sinks: Tensor | None,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute `attend` for `[B, T, H, C]` from key and value `[B, T, K, C]`. Works on CUDA in 16 bits only."""
     flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [B, T, ..] -> [N, H or K, C]
     ids, bound, longest, once = documents
     if not isinstance(bound, int):
-        return _OffsetAttention.apply(*flat, ids, bound, longest, window, sinks).view_as(query)
+        return _OffsetAttention.apply(*flat, ids, bound, longest, window, sinks, scale).view_as(query)
 
     def make_offsets() -> Tensor:
         return document_offsets(ids, bound)
 
     offsets = make_offsets() if once is None else once("document offsets", make_offsets)
     longest = ids.shape[1] if longest is None else longest
-    return _OffsetAttention.apply(*flat, offsets, None, longest, window, sinks).view_as(query)
+    return _OffsetAttention.apply(*flat, offsets, None, longest, window, sinks, scale).view_as(query)
 
 
 class _OffsetAttention(torch.autograd.Function):
@@ -82,12 +83,13 @@ class _OffsetAttention(torch.autograd.Function):
         longest: Any,
         window: int | None,
         sinks: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
         run = _forward if bound is None else _opaque_forward
-        output, log_sums, random_state = run(query, key, value, documents, bound, longest, window)
+        output, log_sums, random_state = run(query, key, value, documents, bound, longest, window, scale)
         if sinks is not None:
             output, log_sums = join_sinks(output, log_sums, sinks)
-        ctx.longest, ctx.window = longest, window
+        ctx.longest, ctx.window, ctx.scale = longest, window, scale
         ctx.save_for_backward(query, key, value, documents, bound, sinks, output, log_sums, random_state)
         return output
 
@@ -96,10 +98,10 @@ class _OffsetAttention(torch.autograd.Function):
         query, key, value, documents, bound, sinks, output, log_sums, random_state = ctx.saved_tensors
         grad = grads[0].contiguous()
         run = _backward if bound is None else _opaque_backward
-        limits, found = (bound, ctx.longest, ctx.window), (output, log_sums, random_state)
+        limits, found = (bound, ctx.longest, ctx.window, ctx.scale), (output, log_sums, random_state)
         gradients = run(query, key, value, documents, *limits, grad, *found)
         grad_sinks = None if sinks is None else sinks_gradient(grad, output, log_sums, sinks)
-        return *gradients, None, None, None, None, grad_sinks
+        return *gradients, None, None, None, None, grad_sinks, None
 
 
 def _forward(
@@ -110,9 +112,10 @@ def _forward(
     bound: Tensor | None,
     longest: Any,
     window: int | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     offsets, longest = _offsets_and_longest(documents, bound, longest)
-    return _forward_kernel(query, key, value, offsets, longest, window)
+    return _forward_kernel(query, key, value, offsets, longest, window, scale)
 
 
 def _backward(
@@ -123,6 +126,7 @@ def _backward(
     bound: Tensor | None,
     longest: Any,
     window: int | None,
+    scale: float | None,
     grad: Tensor,
     output: Tensor,
     log_sums: Tensor,
@@ -139,7 +143,7 @@ def _backward(
     for first in range(0, len(offsets) - 1, step):
         part = offsets[first : first + step + 1]
         more = _backward_kernel(
-            grad, query, key, value, output, log_sums, part, longest, window, random_state
+            grad, query, key, value, output, log_sums, part, longest, window, scale, random_state
         )
         if found:
             # Later parts overwrite what this one leaves undefined after its own tokens.
@@ -160,7 +164,8 @@ def _offsets_and_longest(documents: Tensor, bound: Tensor | None, longest: Any) 
 
 # The same for a compiler. To it the number of documents is data, so that one piece of code serves every batch.
 _OPAQUE_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor documents, Tensor bound, Tensor? longest, int? window"
+    "Tensor query, Tensor key, Tensor value, Tensor documents, Tensor bound, Tensor? longest, int? window, "
+    "float? scale"
 )
 _opaque_forward = torch.library.custom_op(
     "torchround::attend_by_offsets",
@@ -189,7 +194,13 @@ def _backward_shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tupl
 
 
 def _forward_kernel(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output `[N, H, C]`, the fp32 log-sum-exp `[H, N]`, and the (unused) state of dropout."""
     output, log_sums, random_state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -203,6 +214,7 @@ def _forward_kernel(
         0.0,
         window is None,
         False,
+        scale=scale,
         window_size_left=_left(window),
         window_size_right=0,
     )
@@ -240,6 +252,7 @@ def _backward_kernel(
     offsets: Tensor,
     longest: int,
     window: int | None,
+    scale: float | None,
     random_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.aten._flash_attention_backward(
@@ -257,6 +270,7 @@ def _backward_kernel(
         window is None,
         random_state,
         torch.empty(0, device=query.device),
+        scale=scale,
         window_size_left=_left(window),
         window_size_right=0,
     )

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from torchround.accelerators import has_grouped_products
+from torchround.accelerators import device_kind, has_grouped_products
 from torchround.keeping import joined, passing
 from torchround.models.kernels.operation import operation, uses_triton
 
@@ -44,7 +43,7 @@ def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor],
     weights = view(stack)
     if 1 not in weights.stride()[1:]:
         weights = weights.contiguous()  # `grouped_mm` takes no other strides
-    if torch.compiler.is_dynamo_compiling() or isinstance(rows, FakeTensor):
+    if torch.compiler.is_dynamo_compiling() or _has_no_offsets(rows, weights):
         return _opaque_product(rows, weights, groups.ends)
     # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
     total = view(stack.grad) if stack.is_leaf and stack.grad is not None else None
@@ -92,7 +91,13 @@ class _GroupedProduct(torch.autograd.Function):
 def _has_grouped_kernel(rows: Tensor, inputs: int, outputs: int) -> bool:
     # Rows of 16 bytes or multiples (torch's documentation).
     aligned = inputs % 8 == 0 and outputs % 8 == 0
-    return aligned and hasattr(F, "grouped_mm") and has_grouped_products(rows.device.type, rows.dtype)
+    return aligned and hasattr(F, "grouped_mm") and has_grouped_products(device_kind(rows), rows.dtype)
+
+
+def _has_no_offsets(rows: Tensor, weights: Tensor) -> bool:
+    """Return whether there would be a loop over experts and no values to find their rows by."""
+    has_kernel = uses_triton(rows) or _has_grouped_kernel(rows, *weights.shape[1:])
+    return device_kind(rows) == "meta" and not has_kernel
 
 
 def _multiply(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
@@ -127,7 +132,8 @@ def _gradient(
     return found.transpose(1, 2) if is_transposed else found
 
 
-# The same for a compiler and for a count of costs, which cannot know how many rows an expert has. It returns the gradients of stacks.
+# The same for a compiler, which cannot know how many rows an expert has, and for counting a loop over experts. It returns
+# the gradients of stacks.
 
 
 @torch.library.custom_op("torchround::grouped_product", mutates_args=())

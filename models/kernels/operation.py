@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchround.accelerators import has_triton, is_accelerator
+from torchround.accelerators import device_kind, has_triton, is_accelerator
 
 LIBRARY = torch.library.Library("torchround", "FRAGMENT")
 
@@ -44,9 +44,9 @@ def operation(schema: str, launcher: str) -> Callable[[Shapes], Shapes]:
 
 def uses_fused(tensor: Tensor) -> bool:
     """Return whether a layer takes an accelerator's way for this tensor. It does not under a compiler."""
-    return not torch.compiler.is_dynamo_compiling() and is_accelerator(tensor.device.type)
+    return not torch.compiler.is_dynamo_compiling() and is_accelerator(device_kind(tensor))
 
 
 def uses_triton(tensor: Tensor) -> bool:
     """Return whether a layer runs Triton kernels for this tensor. It does not under a compiler."""
-    return not torch.compiler.is_dynamo_compiling() and has_triton(tensor.device.type)
+    return not torch.compiler.is_dynamo_compiling() and has_triton(device_kind(tensor))

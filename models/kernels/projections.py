@@ -14,18 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.accelerators import has_float32_products
+from torchround.accelerators import device_kind, has_float32_products
+from torchround.keeping import keep
 from torchround.models.kernels.operation import uses_fused
 
 
 class Projection(nn.Linear):
-    """A linear layer of a block, built on `meta`. It computes `project`."""
+    """A linear layer of a block, built on `meta`. It computes `project`, as the part `part` of its block if that is set."""
+
+    part: str | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight, self.bias)
+        if self.part is None:
+            return project(x, self.weight, self.bias)
+        return keep(self.part, project, x, self.weight, self.bias)
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +60,7 @@ def takes_products(weight: Tensor) -> bool:
     """Return whether `add_product_` may add to the gradient of this leaf."""
     grad = weight.grad if weight.requires_grad and weight.is_leaf else None
     has_sum = grad is not None and grad.dtype == torch.float32 and weight.dtype != torch.float32
-    return has_sum and has_float32_products(weight.device.type, weight.dtype)
+    return has_sum and has_float32_products(device_kind(weight), weight.dtype)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -53,7 +53,7 @@ def test_attention_by_offsets_keeps_documents_apart(simulator, window):
     heads = [t.detach() for t in plain]
     wanted, sums, _ = plain_forward_kernel(*heads, torch.tensor(ends[1:]), 12, window)
     wanted_gradients = plain_backward_kernel(
-        grad.double(), *heads, wanted, sums, torch.tensor(ends[1:]), 12, window, None
+        grad.double(), *heads, wanted, sums, torch.tensor(ends[1:]), 12, window, None, None
     )
     assert_rounded(output, wanted)
     assert_rounded(log_sums, sums)

@@ -5,7 +5,7 @@ import torch
 from torchround.models.common import packed_attention
 
 
-def plain_scores(query, key, offsets, window):
+def plain_scores(query, key, offsets, window, scale):
     """Return scores `[H, N, N]`, minus infinity for pairs that may not attend, and keys for each query head."""
     numbers = torch.searchsorted(offsets, torch.arange(len(query)), right=True)
     distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
@@ -13,26 +13,27 @@ def plain_scores(query, key, offsets, window):
     if window is not None:
         seen &= distance < window
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("nhc,mhc->hnm", query, key) / query.shape[2] ** 0.5
+    scores = torch.einsum("nhc,mhc->hnm", query, key) * scale
     return scores.masked_fill(~seen, -torch.inf), key
 
 
-def plain_forward_kernel(query, key, value, offsets, longest, window):
+def plain_forward_kernel(query, key, value, offsets, longest, window, scale=None):
     """Compute what the flash kernel's documentation promises, with all scores in memory."""
-    scores, _ = plain_scores(query, key, offsets, window)
+    scores, _ = plain_scores(query, key, offsets, window, scale or query.shape[2] ** -0.5)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     output = torch.einsum("hnm,mhc->nhc", scores.softmax(-1), value)
     return output, scores.logsumexp(-1), torch.zeros(2)
 
 
-def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state):
+def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, scale, random_state):
     """Compute the gradients from output and log-sum-exp alone (FlashAttention-2, algorithm 2)."""
-    scores, keys = plain_scores(query, key, offsets, window)
+    scale = scale or query.shape[2] ** -0.5
+    scores, keys = plain_scores(query, key, offsets, window, scale)
     groups = query.shape[1] // key.shape[1]
     shares = (scores - log_sums[..., None]).exp()
     grad_shares = torch.einsum("nhc,mhc->hnm", grad, value.repeat_interleave(groups, dim=1))
     moved = (grad * output).sum(-1).T[..., None]
-    grad_scores = shares * (grad_shares - moved) / query.shape[2] ** 0.5
+    grad_scores = shares * (grad_shares - moved) * scale
     gradients = (
         torch.einsum("hnm,mhc->nhc", grad_scores, keys),
         torch.einsum("hnm,nhc->mhc", grad_scores, query).unflatten(1, (-1, groups)).sum(2),

@@ -14,6 +14,7 @@ views of them stay where they are. Others may share memory, which is kept once.
 """
 
 import copy
+import functools
 import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from torchround.engine.board import LAYER_GATE, Board
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import FLAT, SINGLE, flatten
-from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, may_compile
+from torchround.layer import KEEPABLE, Batch, Hidden, LayeredModel, MicroBatch, has_code, may_compile
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,11 @@ class LayerCompiler:
         self._kind_of: list[LayerKind] = []
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             # Only the last layer may compute something else without gradients, so it shares no code with the others.
-            code = index == len(model.layers) - 1, _structure(layer)
+            module: nn.Module = layer.code() if has_code(layer) else layer  # type: ignore[operator]
+            code = index == len(model.layers) - 1, _structure(module)
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
-                kind = LayerKind(self, layer, code)
+                kind = LayerKind(self, module, code)
                 self.kinds.append(kind)
             kind.layer_names.append(name)
             self._kind_of.append(kind)
@@ -66,7 +68,7 @@ class LayerCompiler:
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         # Compiled code takes parameters, which differ from layer to layer, and nothing else.
-        if not may_compile(layer) or next(layer.buffers(), None) is not None:
+        if not may_compile(layer) or kind.has_buffers:
             return layer
 
         def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
@@ -79,7 +81,10 @@ class LayerCompiler:
             ):
                 if not may_compile(layer, micro_batch.shape.numel()):
                     return layer(hidden, micro_batch)
-                output = kind.run(parameters, hidden, micro_batch, board)
+                inputs: Hidden = hidden
+                if has_code(layer):
+                    inputs = layer.code_inputs(hidden, micro_batch)  # type: ignore[operator]
+                output = kind.run(parameters, inputs, micro_batch, board)
                 if output is not None:
                     return output
             # A layer that cannot be compiled keeps nothing, and what a compiled run of it kept is of no use.
@@ -104,6 +109,9 @@ class LayerKind:
         # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not show.
         self._prototype = copy.deepcopy(layer)
         self._failed: set[object] = set()  # shapes that cannot be compiled, on any device
+        self.has_buffers = next(layer.buffers(), None) is not None
+        # How many of the inputs get gradients; None means each that is floating.
+        self._differentiable: int | None = getattr(layer, "differentiable", None)
 
     def run(
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
@@ -139,7 +147,8 @@ class LayerKind:
                 # Looked up again: another worker may have compiled it while this one waited.
                 if key not in self.shapes and key[:-1] not in self._failed:
                     function = self._function(isinstance(hidden, Tensor))
-                    floating = [tensor.is_floating_point() for tensor in inputs]
+                    floating = [tensor.is_floating_point() for tensor in inputs[: self._differentiable]]
+                    floating += [False] * (len(inputs) - len(floating))
                     wants = [differentiates and wanted for wanted in [*self._trained, *floating]]
                     new = CompiledShape(function, wants, self._compiler)
                     self._compile(key, new, micro_batch, tensors)
@@ -400,7 +409,12 @@ def _structure(layer: nn.Module) -> object:
     modules = []
     for path, module in layer.named_modules():
         settings = [
-            (name, id(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value)
+            (
+                name,
+                id(value)
+                if isinstance(value, Tensor) or type(value).__hash__ is None
+                else _comparable(value),
+            )
             for name, value in sorted(vars(module).items())
             if name not in own
         ]
@@ -411,3 +425,10 @@ def _structure(layer: nn.Module) -> object:
         for path, parameter in layer.named_parameters(remove_duplicate=False)
     ]
     return modules, parameters
+
+
+def _comparable(value: object) -> object:
+    """Return what equal functions with arguments have in common: each of them is equal to itself alone."""
+    if not isinstance(value, functools.partial):
+        return value
+    return value.func, value.args, tuple(sorted(value.keywords.items()))
