@@ -190,7 +190,7 @@ MISTAKES = {
     "no model": ((NO_FOLDER,), {}, "legal: one of them"),
     "a type that transformers does not know": ((), {"model_type": "qwen99"}, "'qwen99' is unknown"),
     "no type": ((), {"model_type": None}, "config.json: model_type = None"),
-    "a quantised release": ((), {"quantization_config": {"quant_method": "fp8"}}, "a quantised (fp8) release"),
+    "a quantised release": ((), {"quantization_config": {"quant_method": "awq"}}, "a quantised (awq) release"),
     "dropout": ((), {"attention_dropout": 0.1}, "model_type 'qwen2' of transformers does not fit"),
     "an encoder": ((), {"model_type": "t5"}, "release/config.json: "),
     "a tokenizer that is larger": ((), {"vocab_size": 200}, "tokenizer: it has 259 tokens"),

@@ -18,7 +18,10 @@ from torchround.models.borrowed.borrowed_layers import (
     BorrowedLayer,
 )
 from torchround.models.borrowed.construction import (
+    build_whole,
+    is_tied,
     longest_sequence,
+    names_in_whole,
     read_config,
     refuse,
     take_apart,
@@ -44,11 +47,15 @@ class BorrowedConfig:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A borrowed model as layers, and the name that each stored parameter has in the model of `transformers`."""
+    """A borrowed model as layers, and the whole model of `transformers` with the name of each stored parameter there.
+
+    `others` are the names there that no layer has: a tower of pictures or sound.
+    """
 
     whole: nn.Module
     layers: LayeredModel
     module_names: Mapping[str, str]
+    others: frozenset[str]
 
 
 class BorrowedFamily:
@@ -61,7 +68,7 @@ class BorrowedFamily:
 
     def config_from_hf(self, content: Mapping[str, Any]) -> BorrowedConfig:
         """Read the content of a `config.json`. Raises `ModelConfigError`."""
-        config = read_config(content)
+        config = read_config(content).text
         if content.get("output_router_logits"):
             logger.warning(
                 "config.json turns the balance loss of the router on (output_router_logits): a model of family "
@@ -90,7 +97,11 @@ class BorrowedFamily:
 
     def cut(self, config: BorrowedConfig) -> CutModel:
         """Build the layers, beside the model that they were cut from. Raises `ModelConfigError`."""
-        hf_config = read_config(config.content)
+        read = read_config(config.content)
+        hf_config, whole = read.text, None
+        if read.whole is not hf_config:
+            whole = build_whole(read.whole)
+            hf_config.tie_word_embeddings = is_tied(whole)
         anatomy = take_apart(hf_config)
         model: Any = anatomy.model
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -112,7 +123,12 @@ class BorrowedFamily:
             raise refuse(hf_config.model_type, reason)
         wide = _kept_wide(model, own)
         cut = LayeredModel(tuple(layers), tuple(layers.values()), own_dtypes=wide)
-        return CutModel(model, cut, MappingProxyType(own))
+        if whole is None:
+            return CutModel(model, cut, MappingProxyType(own), frozenset())
+        places = names_in_whole(whole, anatomy)
+        own = {stored: places[name] for stored, name in own.items()}
+        others = frozenset(whole.state_dict().keys() - places.values())
+        return CutModel(whole, cut, MappingProxyType(own), others)
 
     def module_names(self, config: BorrowedConfig) -> HFNames:
         """Map each stored parameter to its name in the model of `transformers`."""
@@ -125,7 +141,7 @@ class BorrowedFamily:
     def names_in_folder(self, config: BorrowedConfig, tensors: Collection[str]) -> FolderNames:
         """Map each stored parameter to those `tensors` of a folder that hold it. Raises `ModelConfigError`."""
         cut = self.cut(config)
-        return names_in_folder(cut.whole, cut.module_names, tensors)
+        return names_in_folder(cut.whole, cut.module_names, tensors, cut.others)
 
 
 def _kept_wide(model: Any, own: Mapping[str, str]) -> dict[str, torch.dtype]:

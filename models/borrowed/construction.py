@@ -7,6 +7,7 @@ that names the model type and the reason.
 Shapes: B sequences, T tokens, D model width.
 """
 
+from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,30 +39,42 @@ def refuse(model_type: str, reason: str) -> ModelConfigError:
     )
 
 
-def read_config(content: Mapping[str, Any]) -> Any:
-    """Return the config object of `transformers` for the content of a `config.json`. Raises `ModelConfigError`."""
-    configs, models, version = _auto_classes()
+@dataclass(frozen=True)
+class ReadConfig:
+    """The config objects of `transformers`: of the model that is trained, and of the whole release that holds it.
+
+    They are one object unless the release wraps its text model in a model that reads more than text.
+    """
+
+    text: Any
+    whole: Any
+
+
+def read_config(content: Mapping[str, Any]) -> ReadConfig:
+    """Read the content of a `config.json`. Raises `ModelConfigError`."""
+    package = _transformers()
+    configs, models = package.CONFIG_MAPPING, package.MODEL_FOR_CAUSAL_LM_MAPPING
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in configs:
         extra = "; its own code (auto_map) is never run" if content.get("auto_map") else ""
         raise ModelConfigError(
-            f"config.json: model_type = {model_type!r} is unknown to transformers {version}{extra}; a newer "
+            f"config.json: model_type = {model_type!r} is unknown to transformers {package.__version__}{extra}; a newer "
             "transformers may know it"
         )
-    if content.get("quantization_config") is not None:
-        raise refuse(model_type, "its weights are quantised; give the folder of the unquantised model")
-    known = {key: value for key, value in content.items() if key != "auto_map"}
+    # Weights are read as 16-bit numbers, whatever format holds them.
+    known = {key: value for key, value in content.items() if key not in ("auto_map", "quantization_config")}
     try:
-        config = configs[model_type].from_dict(known)
+        whole = configs[model_type].from_dict(known)
+        config = whole.get_text_config()
     except Exception as error:  # each config class checks its own keys, and raises what it likes
         raise ModelConfigError(f"config.json is not one of model_type {model_type!r}: {error}") from error
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(whole, "is_encoder_decoder", False):
         raise refuse(model_type, "it has an encoder beside its decoder")
     if type(config) not in models:
-        raise refuse(model_type, "transformers has no causal language model of it")
-    others = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
-    if config.get_text_config() is not config or others:
-        raise refuse(model_type, "it reads more than text; only models of text alone are cut into layers")
+        inner = "" if config is whole else f"its text model, {config.model_type!r}, does not fit: "
+        raise refuse(model_type, f"{inner}transformers has no causal language model of it")
+    if any(getattr(config, key, None) is not None for key in ("vision_config", "audio_config")):
+        raise refuse(model_type, "it reads more than text, and its text model has no config of its own")
     if missing := [key for key in SIZES if not isinstance(getattr(config, key, None), int)]:
         raise refuse(model_type, f"its config has no {' and no '.join(missing)}")
     for table in _rope_tables(config):
@@ -71,15 +84,14 @@ def read_config(content: Mapping[str, Any]) -> Any:
             )
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
-    return config
+    return ReadConfig(config, whole)
 
 
-def _auto_classes() -> tuple[Any, Any, str]:
-    """Return the classes of configs and of causal language models by type, and the version of `transformers`."""
+def _transformers() -> Any:
+    """Import the package. Raises `ModelConfigError` if it is missing or too old."""
     needed = f"pip install 'transformers>={OLDEST}'"
     try:
         import transformers
-        from transformers.models.auto import configuration_auto, modeling_auto
     except ImportError as error:
         raise ModelConfigError(
             'model.family = "transformers" needs the package of that name, which cannot be imported or is not installed '
@@ -88,12 +100,60 @@ def _auto_classes() -> tuple[Any, Any, str]:
     version: str = transformers.__version__
     if [int(part) for part in version.split(".")[:2]] < [int(part) for part in OLDEST.split(".")]:
         raise ModelConfigError(f"transformers {version} is too old: {needed}")
-    return configuration_auto.CONFIG_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, version
+    return transformers
+
+
+def build_whole(config: Any) -> nn.Module:
+    """Build the whole model of a release on `meta`, of the class that its config names. Raises `ModelConfigError`."""
+    package = _transformers()
+    named = [getattr(package, str(name), None) for name in getattr(config, "architectures", None) or ()]
+    found = [one for one in named if getattr(one, "config_class", None) is type(config)]
+    for kinds in (package.MODEL_FOR_MULTIMODAL_LM_MAPPING, package.MODEL_FOR_CAUSAL_LM_MAPPING):
+        found += [kinds[type(config)]] if type(config) in kinds else []
+    if not found:
+        raise refuse(config.model_type, "transformers has no model of it that writes text")
+    with torch.device("meta"):
+        whole: Any = found[0]._from_config(config, dtype=torch.float32)
+    whole.tie_weights()
+    return whole  # type: ignore[no-any-return]
+
+
+def names_in_whole(whole: nn.Module, anatomy: "Anatomy") -> dict[str, str]:
+    """Map each tensor's name in the text model to its name in the `whole` model that holds it.
+
+    The whole model holds the causal language model itself, or its body; the head is then beside one of the body's parents.
+    Raises `ModelConfigError` if it holds neither, or other shapes.
+    """
+    model, body = anatomy.model, anatomy.body
+    paths = {type(module): path for path, module in reversed(list(whole.named_modules()))}
+    theirs = {name: tensor.shape for name, tensor in whole.state_dict(keep_vars=True).items()}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        inner = name.removeprefix(f"{anatomy.body_name}.")
+        if type(model) in paths:
+            places = [f"{paths[type(model)]}.{name}"]
+        elif inner != name:
+            places = [f"{paths.get(type(body), '')}.{inner}"]
+        else:
+            above = paths.get(type(body), "").split(".")[:-1]
+            places = [".".join([*above[:length], name]) for length in range(len(above), -1, -1)]
+        place = next((place for place in places if theirs.get(place) == tensor.shape), None)
+        if place is None:
+            raise ModelConfigError(
+                f"{type(whole).__name__} of transformers does not hold its text model's {name}"
+            )
+        found[name] = place
+    return found
+
+
+def is_tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _build_on_meta(config: Any) -> nn.Module:
     """Return the causal language model of `transformers` for `config`: parameters on `meta`, buffers with their values."""
-    model_class = _auto_classes()[1][type(config)]
+    model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
         model: Any = model_class._from_config(config, dtype=torch.float32)
     model.tie_weights()
@@ -253,9 +313,11 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
             _check(torch.equal(alone, given[place]), "its positions do not begin anew with each document")
     seen = set()
     for index, (block, call) in enumerate(zip(block_list, calls, strict=True)):
-        if kind_of(block) not in seen:
+        shared = [leaf for leaf in torch.utils._pytree.tree_leaves(call.kwargs) if isinstance(leaf, UserDict)]
+        if kind_of(block) not in seen or shared:
             same = _num_entries(block, index, given, call) == entries
             _check(same, f"block {index} returns another structure than the others")
+        _check(not any(shared), f"block {index} keeps what it computed for a later block")
         seen.add(kind_of(block))
     steps, output = shell.trace(hidden, positions)
     after = _chain(steps, output, [f"{blocks}.{index}" for index in range(len(block_list))])
@@ -298,8 +360,10 @@ def _check_arguments(calls: Sequence[BlockCall], others: Sequence[BlockCall]) ->
             for one in (call, other)
         )
         for leaf in ours:
+            # Some bodies always hand out a place for results, though most of their sizes share none.
+            is_unused = isinstance(leaf, UserDict) and not leaf
             _check(
-                isinstance(leaf, Tensor | str | int | float | bool | type(None)),
+                is_unused or isinstance(leaf, Tensor | str | int | float | bool | type(None)),
                 f"block {index} gets a {type(leaf).__name__}, by which blocks share what they computed",
             )
         same = structure == their_structure and all(

@@ -32,18 +32,23 @@ class _Source:
     pattern: str | None = None
 
 
-def names_in_folder(model: Any, own: Mapping[str, str], tensors: Collection[str]) -> FolderNames:
+def names_in_folder(
+    model: Any, own: Mapping[str, str], tensors: Collection[str], others: Collection[str] = ()
+) -> FolderNames:
     """Map each stored parameter to the `tensors` of a folder that hold it, as the loader of `transformers` would.
 
-    `model` is a causal language model of `transformers` on `meta`. `own` maps stored names to the model's own, which a
-    parameter that the folder lacks keeps. `redundant` are the tensors that the loader leaves out in silence, and copies of a
-    tied parameter. Raises `ModelConfigError` for a join that is not read in place.
+    `model` is the whole model of `transformers` on `meta`. `own` maps stored names to the model's own, which a parameter that
+    the folder lacks keeps. Tensors of the model's `others`, and those that its class tells the loader to leave out (heads for
+    several tokens), are carried. Copies of a tied parameter and tables of rotations are redundant. Raises `ModelConfigError`
+    for a join that is not read in place.
     """
     found, left = _sources(model, tensors)
     names = {stored: _names_of(name, found.get(name, []), model) or name for stored, name in own.items()}
     tied = set(getattr(model, "all_tied_weights_keys", {})) - set(own.values())
     copies = {source.name for name in tied for source in found.get(name, [])}
-    return FolderNames(names, frozenset(copies | _ignored(model, left)))
+    carried = {source.name for name in others for source in found.get(name, [])} - copies
+    carried |= _matching(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or (), left)
+    return FolderNames(names, frozenset(copies | _tables(model, left) - carried), frozenset(carried))
 
 
 def _sources(model: Any, tensors: Collection[str]) -> tuple[dict[str, list[_Source]], set[str]]:
@@ -104,12 +109,16 @@ def _kind(operation: Any) -> tuple[str, Any]:
     return type(operation).__name__, None if is_sharded else getattr(operation, "dim", None)
 
 
-def _ignored(model: Any, tensors: Collection[str]) -> set[str]:
-    """Return the tensors that belong to no parameter and that the loader of `transformers` drops without a word."""
-    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+def _tables(model: Any, tensors: Collection[str]) -> set[str]:
+    """Return the constant tables in old files that no parameter needs and the loader of `transformers` drops."""
+    patterns = set()
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")  # one for each block in old files
     if any(name.endswith("position_ids") for name in buffers):
         patterns.add(r"(^|\.)position_ids$")
+    return _matching(patterns, tensors)
+
+
+def _matching(patterns: Collection[str], tensors: Collection[str]) -> set[str]:
     return {tensor for tensor in tensors if any(re.search(pattern, tensor) for pattern in patterns)}

@@ -42,10 +42,14 @@ ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class FolderNames:
-    """The tensors of one folder: those that hold each stored parameter, and those that no parameter needs."""
+    """The tensors of one folder: those that hold each stored parameter, and those that no parameter needs.
+
+    An export leaves out `redundant` ones and copies `carried` ones, which other programs use.
+    """
 
     names: HFNames
     redundant: frozenset[str]
+    carried: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

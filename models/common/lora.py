@@ -9,6 +9,7 @@ Shapes: A inputs, Z outputs, r rank.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -239,7 +240,9 @@ def peft_config(
     """
     bases = [names[adapted] for adapted in adapter_pairs(adapters)]
     # "model.layers.<i>.mlp.experts.down_proj" -> "mlp.experts.down_proj"
-    parameters = sorted({str(base).split(".", 3)[3] for base in bases if _is_stacked(base)})
+    parameters = sorted(
+        {re.split(r"\.\d+\.", str(base), maxsplit=1)[1] for base in bases if _is_stacked(base)}
+    )
     has_experts = bool(parameters) or any(isinstance(base, tuple) for base in bases)
     modules = [
         target for target in lora["targets"] if not any(name.endswith(f".{target}") for name in parameters)

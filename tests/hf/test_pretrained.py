@@ -10,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.support.small_run import tensors_in
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, PretrainedWeights
-from torchround.hf.pretrained import dequantise
+from torchround.hf.packed import dequantise
 from torchround.untrusted import terminal
 
 KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]

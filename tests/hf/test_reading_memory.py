@@ -28,16 +28,24 @@ def read_weights():
             flat.zero_()
     before = peak_bytes()
     store.initialize(model, 0, weights.load)
-    print(peak_bytes() - before, weights.bytes_of(model.stored_shapes()))
+    print(peak_bytes() - before, weights.bytes_of(model.stored_shapes()), store.nbytes())
 
 
 @pytest.mark.nightly
-def test_reading_weights_takes_no_second_copy_of_the_model(processes, tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_reading_weights_takes_no_second_copy_of_the_model(packed, processes, tmp_path):
     names, shapes = FAMILY.hf_names(CONFIG), FAMILY.build(CONFIG).stored_shapes()
     tensors = {names[name]: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if packed and len(shape) == 2:
+            rows, columns = (-(-size // 128) for size in shape)
+            tensors[names[name]] = tensors[names[name]].to(torch.float8_e4m3fn)
+            tensors[f"{names[name]}_scale_inv"] = torch.ones(rows, columns)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [128, 128]}}')
     save_file(tensors, tmp_path / "model.safetensors")
     child = processes.run("tests.hf.test_reading_memory:read_weights", folder=tmp_path)
     assert child.wait() == 0, child.text()
     # The largest parameter in fp32, 33 MB, until it is split, pieces of 8 MiB and what a process uses besides.
-    extra_bytes, file_bytes = map(int, child.text().split())
+    extra_bytes, file_bytes, store_bytes = map(int, child.text().split())
     assert extra_bytes < 0.8 * file_bytes
+    assert extra_bytes < 0.1 * store_bytes

@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM
 
 from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 
@@ -113,7 +112,7 @@ def all_names(hf_names):
 
 def released_gradients(theirs):
     """Writes a copy whose weights are the gradients. A weight without a gradient has zeros."""
-    holder = AutoModelForCausalLM.from_config(theirs.config)
+    holder = type(theirs)(theirs.config)
     gradients = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in holder.named_parameters():

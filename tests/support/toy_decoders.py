@@ -8,9 +8,13 @@ lost bias would hardly change a logit. So `random_weights` draws larger ones.
 import warnings
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 VOCAB = 64
 # A toy config that is larger than this has kept a default size somewhere.
@@ -64,6 +68,8 @@ DROPOUT = (
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+PICTURES = {"image_size": 32, "patch_size": 8}
+TOWER = {"depth": 2, "num_heads": 4, "out_hidden_size": 32, "num_position_embeddings": 16}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 # Sizes that depend on each other, and lists that give four layers all kinds of layer that the type has.
 OWN = {
@@ -76,8 +82,11 @@ OWN = {
     | {"swa_v_head_dim": 8, "shared_experts_intermediate_size": 24, "head_dim": 16},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3": {"mm_tokens_per_image": 16},
     "gemma3_text": WINDOWS,
-    "gemma4_text": WINDOWS | {"global_head_dim": 8},
+    # Its smallest sizes share keys and values between blocks, which is refused; the others do not.
+    "gemma4_text": WINDOWS | {"global_head_dim": 8, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+    "gemma4_vision": {"position_embedding_size": 16},
     "gemma4_unified_text": WINDOWS | {"global_head_dim": 8},
     "gemma3n_text": WINDOWS | {"laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -91,17 +100,22 @@ OWN = {
     "laguna": WINDOWS,
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS,
+    "llama4_vision_model": PICTURES | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "mellum": WINDOWS,
     "ministral": WINDOWS,
     "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "pixtral": PICTURES,
     "qwen2": {"use_sliding_window": True},
     "qwen2_moe": {"use_sliding_window": True},
     "qwen3": {"use_sliding_window": True},
     "qwen3_5_moe_text": LINEAR,
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR,
+    "qwen3_5_moe_vision": TOWER,
+    "qwen3_5_vision": TOWER,
     "reformer": {"is_decoder": True},
+    "siglip_vision_model": PICTURES,
     "xlnet": {"d_head": 8},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
@@ -123,8 +137,9 @@ def toy_config(model_type, **overrides):
     known = usual.to_dict().keys() | usual.attribute_map.keys()
     small = {key: value for key, value in SMALL.items() if key in known}
     small |= {key: 0.0 for key in DROPOUT if key in known}
-    if "text_config" in getattr(kind, "sub_configs", {}):  # a decoder beside encoders of pictures or sound
-        small["text_config"] = toy_config(usual.text_config.model_type).to_dict()
+    for name in getattr(kind, "sub_configs", {}):  # a decoder beside encoders of pictures or sound
+        if hasattr(part := getattr(usual, name, None), "model_type"):
+            small[name] = toy_config(part.model_type).to_dict()
     return kind(**{**small, **OWN.get(model_type, {}), **overrides})
 
 
@@ -136,8 +151,10 @@ CALMER = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 def toy_decoder(config, seed=0):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # missing kernels, of which PyTorch's own code takes the place
-        model = AutoModelForCausalLM.from_config(config).eval()
-    random_weights(model, 0.1 if config.model_type in CALMER else 0.2, seed)
+        has_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config
+        auto = AutoModelForCausalLM if has_text else AutoModelForMultimodalLM
+        model = auto.from_config(config).eval()
+    random_weights(model, 0.1 if config.get_text_config().model_type in CALMER else 0.2, seed)
     return model
 
 
@@ -154,4 +171,4 @@ def random_weights(model, size=0.2, seed=0):
 
 
 def causal_types():
-    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}))

@@ -17,7 +17,8 @@ from torchround.config import MODEL_FOLDER, ConfigError, Options, show, users_mo
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
-from torchround.hf import HFError, PretrainedWeights, quantised_advice, quantised_kind, read_adapters
+from torchround.hf import HFError, PretrainedWeights, quantisation, quantised_advice, read_adapters
+from torchround.hf.packed import read_numbers
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
 from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineError
@@ -182,9 +183,11 @@ def open_weights(
     folder: Path, family: ModelFamily, config: Any, shapes: Mapping[str, Sequence[int]]
 ) -> PretrainedWeights:
     """Open the weights in a folder under the names that it gives them. Raises `HFError` or `ModelConfigError`."""
-    tensors = read_folder(folder)
+    tensors = read_numbers(folder)
     found = family.names_in_folder(config, tensors)
-    return PretrainedWeights(folder, found.names, shapes, found.redundant, tensors=tensors)
+    return PretrainedWeights(
+        folder, found.names, shapes, found.redundant, tensors=tensors, carried=found.carried
+    )
 
 
 def family_of(content: Mapping[str, Any]) -> str:
@@ -215,11 +218,26 @@ def _released_config(options: Options, family: ModelFamily, path: Path) -> Any:
         if family.name != BORROWED and kind not in family.hf_model_types:
             text = f"given {show(family.name)}, but {path} has model_type {show(kind)}"
             raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
-        if (quantised := quantised_kind(content)) is not None:
-            raise HFError(f"{path.parent}: {quantised_advice(quantised)}")
+        if (advice := quantised_advice(quantisation(content))) is not None:
+            raise HFError(f"{path.parent}: {advice}")
+        if family.name == BORROWED and "text_config" in content:
+            content = {**_tying(path.parent), **content}
         return family.config_from_hf(content)
     except (HFError, ModelConfigError) as error:
         raise options.error("model.hf_path", f"{path}: {error}") from error
+
+
+def _tying(folder: Path) -> dict[str, bool]:
+    """Return `tie_word_embeddings` as the files of a folder show it; nothing for a folder of a config alone.
+
+    Releases that wrap their text model often leave it out. The default of their class may then be wrong, and `transformers`
+    goes by the files.
+    """
+    try:
+        heads = [name for name in read_folder(folder) if name.endswith("lm_head.weight")]
+    except HFError:
+        return {}
+    return {"tie_word_embeddings": not heads}
 
 
 # The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.

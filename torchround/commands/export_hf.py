@@ -15,10 +15,12 @@ that it has in `model.hf_path`. Without such a folder, and for MXFP4, it gets th
 for all. The folder appears once it is complete. Exit code 2: an argument cannot be used.
 """
 
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,16 @@ from torchround.checkpoint.folders import make_folder, sync_entry
 from torchround.checkpoint.manifest import STATE_FILE, read_manifest, read_state
 from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_saved_model
-from torchround.commands.generation_files import write_generation, write_json
+from torchround.commands.generation_files import GENERATION_FILE, write_generation, write_json
 from torchround.config import Config, Options, load_config, show
 from torchround.config.load import parse_overrides, with_overrides
 from torchround.config.validate import RawConfig
-from torchround.data.text.template_files import export_tokenizer, folder_of
+from torchround.data.text.template_files import TEMPLATE_FILE, TOKENIZER_FILES, export_tokenizer, folder_of
 from torchround.hf import HFError
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, CardFacts, model_card
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
-from torchround.hf.tensor_folder import read_object
+from torchround.hf.tensor_folder import INDEX_FILE, QUANTISATION_KEYS, read_object
 from torchround.layer import HFNames
 from torchround.models import adapter_names, adapter_pairs, peft_config
 from torchround.run.numbers import DTYPES
@@ -104,7 +106,10 @@ def export(
         raise HFError(f"{checkpoint} has no adapters: its run had lora.rank = 0")
     content = {} if base is None else read_object(base / "config.json")
     content = content or saved.family.config_to_hf(saved.shape)
-    content.pop("quantization_config", None)
+    for key in QUANTISATION_KEYS:  # packed weights are written as numbers
+        for holder in (content, content.get("text_config")):
+            if isinstance(holder, dict):
+                holder.pop(key, None)
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = dtype or content.get("dtype", content.get("torch_dtype", config.training.dtype))
     content.pop("torch_dtype", None)
@@ -127,9 +132,18 @@ def export(
             name, written = ADAPTER_CONFIG_FILE, []
             place = None if base is None else str(base.absolute())
             content = peft_config(state["config"]["lora"], trained, module_names, place)
+            if (
+                saved.base is not None and saved.base.carried
+            ):  # a tower's modules may have the same last parts
+                body = re.split(r"\d+\.", str(module_names[next(iter(adapter_pairs(trained)))]), maxsplit=1)[
+                    0
+                ]
+                content["exclude_modules"] = f"(?!{re.escape(body)}).*"
         else:
             files = write_tensors(folder, hf_tensors(saved, config, dtype, trained), SHARD_BYTES)
             name, written = "config.json", write_generation(folder, content, config)
+            if saved.base is not None and saved.base.carried:
+                written += copy_others(folder, saved.base.folder)
         write_json(folder / name, content)
         write_whole(folder / CARD_FILE, model_card(facts))
     # The tokenizer `bytes` writes its files over copied ones.
@@ -170,8 +184,10 @@ def hf_tensors(
     def unstacked(names: HFNames) -> Iterator[ExportedTensor]:
         return unstack(names, stored, lambda name: dtypes.get(name, otherwise), in_base)
 
+    others = {} if base is None else base.carried
+    carried = [ExportedTensor(name, tensor, tensor.known_dtype) for name, tensor in others.items()]
     if not adapters:
-        return unstacked(names)
+        return chain(unstacked(names), carried)
     # Each Hugging Face tensor's name -> the pair A, B whose product is added to it.
     pairs: dict[str, tuple[ExportedTensor, ExportedTensor]] = {}
     # One parameter may be several released tensors, such as one per expert. Taken apart alike, they match in order.
@@ -179,7 +195,17 @@ def hf_tensors(
         a, b = (unstacked({half: adapters[half]}) for half in halves)
         theirs = unstacked({adapted: names[adapted]})
         pairs |= {tensor.name: pair for tensor, pair in zip(theirs, zip(a, b, strict=True), strict=True)}
-    return merge_adapters(unstacked(names), pairs, config.lora.alpha / config.lora.rank)
+    return chain(merge_adapters(unstacked(names), pairs, config.lora.alpha / config.lora.rank), carried)
+
+
+def copy_others(folder: Path, base: Path) -> list[str]:
+    """Copy the base's files that neither hold weights nor are the tokenizer's, such as a processor's. Returns their names."""
+    own = {*TOKENIZER_FILES, TEMPLATE_FILE, "config.json", GENERATION_FILE, INDEX_FILE}
+    names = [path.name for path in sorted(base.iterdir()) if path.suffix in PUBLISHED and path.is_file()]
+    names = [name for name in names if name not in own and not name.endswith(".safetensors")]
+    for name in names:
+        shutil.copyfile(base / name, folder / name)
+    return names
 
 
 @contextmanager

@@ -200,6 +200,8 @@ def dry_run(options: Options) -> int:
     if named is not None:
         say("planned for the machine that the config names (--machines.card none: for this one)")
     show_plan(parts.hardware, report_plan(parts.question))
+    if parts.pretrained is not None and (text := parts.pretrained.carried_text()):
+        say(f"not trained: {text}")
     say(f"disk: {disk_text(parts.folder, parts.question)}")
     if named is None:  # the disk of another machine is not known
         require_room(parts.folder, parts.question)
@@ -247,6 +249,8 @@ def description(parts: RunParts) -> str:
     if machines.group is not None:
         names = f"{machines.size}: {', '.join(machines.names)}"
         lines += [f"machines {names}", f"network  {exchange_text(parts.question, parts.plan)}"]
+    if parts.pretrained is not None and (text := parts.pretrained.carried_text()):
+        lines.append(f"frozen   {text}")
     if config.lora.map_base:
         mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
         lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")

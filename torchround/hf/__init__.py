@@ -5,6 +5,6 @@ parameter.
 """
 
 from torchround.hf.pretrained import PretrainedWeights, read_adapters
-from torchround.hf.tensor_folder import HFError, quantised_advice, quantised_kind
+from torchround.hf.tensor_folder import HFError, quantisation, quantised_advice
 
-__all__ = ["HFError", "PretrainedWeights", "quantised_advice", "quantised_kind", "read_adapters"]
+__all__ = ["HFError", "PretrainedWeights", "quantisation", "quantised_advice", "read_adapters"]

@@ -42,7 +42,8 @@ class ExportedTensor:
     def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
         """Yield the numbers in order, flat, a few MiB at a time."""
         stored = self.source.known_dtype
-        step = PIECE_BYTES // stored.itemsize * stored.itemsize
+        unit = max(self.source.unit_bytes, stored.itemsize)
+        step = max(PIECE_BYTES // unit, 1) * unit
         for start in range(0, self.source.nbytes, step):
             piece = files.read(self.source, start, min(step, self.source.nbytes - start))
             yield piece.view(stored).to(self.dtype)

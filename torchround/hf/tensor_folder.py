@@ -32,6 +32,9 @@ PIECE_BYTES = 8 * 2**20  # read and converted at once
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _LFS_POINTER = b"version https://git-lfs"
 
+# Of `config.json`; the second is an old one of compressed-tensors.
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
+
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 """Endings of files with weights that are not safetensors."""
 
@@ -63,6 +66,16 @@ class StoredTensor:
         """The type, of a tensor that was checked to have one that torchround reads."""
         assert self.dtype is not None, f"{self.name} is {self.dtype_name}"
         return self.dtype
+
+    @property
+    def parts(self) -> "tuple[StoredTensor, ...]":
+        """The tensors of files that hold it."""
+        return (self,)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes that are read at once at no more cost than a few of them."""
+        return 1
 
     def read_by(self, files: "TensorFiles", start: int, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next read by `files`."""
@@ -158,22 +171,36 @@ def _indexed_files(index: Path) -> list[str]:
     return names
 
 
-def quantised_kind(content: Mapping[str, Any]) -> str | None:
-    """Return the kind of quantisation that a `config.json` names, such as "a quantised (awq)"; None for one that is read."""
-    table = content.get("quantization_config") or content.get("compression_config")
-    if not table:
-        return None
-    method = table.get("quant_method") if isinstance(table, dict) else None
-    if method == "mxfp4":
-        return None
-    return f"a quantised ({method})" if isinstance(method, str) else "a quantised"
+def quantisation(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the table of a `config.json` that describes packed weights, empty if there is none."""
+    inner = content.get("text_config")
+    for holder in (content, inner if isinstance(inner, dict) else {}):
+        for key in QUANTISATION_KEYS:
+            if isinstance(table := holder.get(key), dict) and table:
+                return table
+    return {}
 
 
-def quantised_advice(kind: str) -> str:
-    """Say what to do instead of training on a quantised release."""
+def quantised_advice(table: Mapping[str, Any]) -> str | None:
+    """Say what to do instead of training on a release whose weights are not read; None for one that is read."""
+    method = table.get("quant_method")
+    groups = table.get("config_groups")
+    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
+    is_float8 = bool(weights) and all(
+        (one.get("type"), one.get("num_bits")) == ("float", 8) for one in weights
+    )
+    if not table or method in ("mxfp4", "fp8") or (method == "compressed-tensors" and is_float8):
+        return None
+    name = f"{method}, {table['format']}" if isinstance(table.get("format"), str) else str(method)
+    ways = {
+        "bitsandbytes": "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(NEW_FOLDER)",
+        "compressed-tensors": "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config="
+        "CompressedTensorsConfig(run_compressed=False)).save_pretrained(NEW_FOLDER)",
+    }
+    way = f", or what transformers makes of this one: {ways[str(method)]}" if method in ways else ""
     return (
-        f"this is {kind} release, whose weights torchround does not read; legal: the same model's release in "
-        "bfloat16, float16 or float32 (usually the name without the suffix), or GPT-OSS's MXFP4"
+        f"this is a quantised ({name}) release, whose weights torchround does not read; legal: the same model's release in "
+        f"bfloat16, float16, float32, FP8 or MXFP4 (usually the name without the suffix){way}"
     )
 
 
@@ -218,7 +245,12 @@ class TensorFiles:
 
 def can_map(tensor: StoredTensor, dtype: torch.dtype) -> bool:
     """Return whether the file's bytes can be used as a tensor of `dtype` as they are: same type, aligned."""
-    return tensor.dtype == dtype and tensor.nbytes > 0 and tensor.begin % dtype.itemsize == 0
+    return (
+        tensor.parts == (tensor,)
+        and tensor.dtype == dtype
+        and tensor.nbytes > 0
+        and tensor.begin % dtype.itemsize == 0
+    )
 
 
 def map_file(path: Path) -> FileTensor:

@@ -1,0 +1,193 @@
+"""Weights in packed formats, read as the numbers that they are for: MXFP4 and FP8.
+
+A packed weight is codes of a few bits and scales, each shared by many codes. It becomes one stored tensor of bfloat16, which
+is decoded piece by piece as it is read: `number = round(fp32(code) * scale)`, as `transformers` and compressed-tensors do.
+
+- MXFP4 (OCP Microscaling Formats 1.0): FP4 codes that share one power of two per 32. A byte holds two E2M1 codes (sign, two
+  exponent bits, one mantissa bit), the low half first. A scale is a UE8M0 byte: 2^(byte - 127), or not a number. GPT-OSS
+  files hold an expert matrix as `<name>_blocks [E, Z, G, 16]` and `<name>_scales [E, Z, G]`, output rows first; the 16-bit
+  tensor `<name>` is `[E, 32 G, Z]`, inputs first.
+- FP8: codes `<name>` with a scale per tensor, per row or per block: `<name>_scale_inv` (DeepSeek and most others) or
+  `<name>_scale` (compressed-tensors), in fp32, 16 bits or UE8M0. At the edges of a matrix blocks are smaller.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchround.hf.tensor_folder import (
+    SINGLE_FILE,
+    HFError,
+    StoredTensor,
+    TensorFiles,
+    quantisation,
+    read_folder,
+    read_object,
+)
+
+BLOCK = 32
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP8_CODES = ("F8_E4M3", "F8_E5M2")
+SCALE_ENDINGS = ("_scale_inv", "_scale")
+# Scales of a layer's input, for computing in FP8.
+INPUT_ENDINGS = ("activation_scale", "input_scale")
+SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+
+
+@dataclass(frozen=True)
+class PackedTensor(StoredTensor):
+    """A weight of type BF16 that files hold as codes and scales, the first two of `packed`. `begin` counts its own bytes."""
+
+    packed: tuple[StoredTensor, ...]
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return self.packed
+
+    def _scales(self, files: TensorFiles, first: int, count: int) -> Tensor:
+        """Read `count` scales from number `first` on. Raises `HFError` for one that is not a finite number."""
+        scales = self.packed[1]
+        size = scales.nbytes // math.prod(scales.shape)
+        found = files.read(scales, first * size, count * size).view(_type_of(scales)).clone()
+        if not found.float().isfinite().all():
+            raise HFError(f"{scales.path}: {scales.name} holds a scale that is not a finite number")
+        return found
+
+
+@dataclass(frozen=True)
+class PackedRows(PackedTensor):
+    """A weight in FP8, `[.., rows, columns]`. Each block of `block` rows and columns shares one scale."""
+
+    block: tuple[int, int]
+
+    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+        (rows, columns), codes = self.shape[-2:], self.packed[0]
+        begin, end = (self.begin + start) // 2, (self.begin + start + nbytes) // 2
+        first, last = begin // columns, -(-end // columns)
+        # Of each row of codes its row of scales, counted through all matrices of a stack.
+        number = torch.arange(first, last)
+        number = number // rows * -(-rows // self.block[0]) + number % rows // self.block[0]
+        across, lowest = -(-columns // self.block[1]), int(number[0])
+        scales = self._scales(files, lowest * across, (int(number[-1]) + 1 - lowest) * across)
+        factors = scales.float().view(-1, across).repeat_interleave(self.block[1], 1)[:, :columns]
+        found = files.read(codes, first * columns, (last - first) * columns).view(codes.known_dtype)
+        numbers = found.view(-1, columns).float().mul_(factors[number - lowest]).bfloat16()
+        return numbers.view(-1)[begin - first * columns : end - first * columns].view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class PackedExperts(PackedTensor):
+    """Expert matrices in MXFP4, decoded one by one from `[Z, G, 16]` and `[Z, G]` to `[32 G, Z]`."""
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.nbytes // self.shape[0]
+
+    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+        begin, unit = self.begin + start, 2 * math.prod(self.shape[1:])
+        experts = range(begin // unit, -(-(begin + nbytes) // unit))
+        found = torch.cat([self._expert(files, expert).view(-1) for expert in experts])
+        return found.view(torch.uint8)[begin - experts[0] * unit :][:nbytes]
+
+    def _expert(self, files: TensorFiles, expert: int) -> Tensor:
+        codes, scales = self.packed
+        shape = scales.shape[1:]
+        shared = self._scales(files, expert * math.prod(shape), math.prod(shape)).view(shape)
+        size = codes.nbytes // codes.shape[0]
+        blocks = files.read(codes, expert * size, size).view(codes.shape[1:])
+        return dequantise(blocks, shared.view(torch.uint8)).T.bfloat16().contiguous()
+
+
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Expand uint8 `[..., G, 16]` and `[..., G]` to fp32 `[..., 32 G]`; exact, but numbers beyond fp32 become infinite."""
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte, [256, 2]
+    numbers = pairs[blocks.int()].flatten(-2)  # [..., G, 32]
+    return numbers.mul_(scales.view(torch.float8_e8m0fnu).float()[..., None]).flatten(-2)
+
+
+def _type_of(scales: StoredTensor) -> torch.dtype:
+    # UE8M0 is a type of its own in new files, and a byte in older ones.
+    return torch.float8_e8m0fnu if scales.dtype_name == "U8" else scales.known_dtype
+
+
+def read_numbers(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, StoredTensor]:
+    """Find the tensors of a folder as `read_folder` does, packed ones under the name of their numbers. Raises `HFError`."""
+    config = folder / "config.json"
+    table = quantisation(read_object(config)) if config.is_file() else {}
+    tensors = read_folder(folder, single_file)
+    found = {packed.name: packed for packed in _packed(folder, tensors, table)}
+    used = {part.name for packed in found.values() for part in packed.packed}
+    return {**{name: tensor for name, tensor in tensors.items() if name not in used}, **found}
+
+
+def _packed(
+    folder: Path, tensors: Mapping[str, StoredTensor], table: Mapping[str, Any]
+) -> Iterator[PackedTensor]:
+    for name, codes in tensors.items():
+        stem = name.removesuffix("_blocks")
+        if stem != name and f"{stem}_scales" in tensors:
+            yield _experts(stem, codes, tensors[f"{stem}_scales"])
+        elif codes.dtype_name in FP8_CODES:
+            scales = next((tensors[name + end] for end in SCALE_ENDINGS if name + end in tensors), None)
+            if scales is not None:
+                layer = name.removesuffix("weight")
+                inputs = [layer + end for end in INPUT_ENDINGS] + [f"{name}_{end}" for end in INPUT_ENDINGS]
+                others = [tensors[other] for other in inputs if other in tensors]
+                yield _rows(codes, scales, others, block_size(table))
+            elif table:
+                raise HFError(f"{folder}: {name} is in FP8, but has no scale ({name}{SCALE_ENDINGS[0]})")
+
+
+def _experts(name: str, codes: StoredTensor, scales: StoredTensor) -> PackedExperts:
+    fits = len(codes.shape) == 4 and codes.shape == (*scales.shape, BLOCK // 2)
+    if not fits or codes.dtype_name != "U8" or scales.dtype_name != "U8":
+        raise _misfit(codes, scales, f"one U8 scale for each {BLOCK // 2} bytes")
+    experts, outputs, groups = scales.shape
+    shape = (experts, groups * BLOCK, outputs)
+    return PackedExperts(name, codes.path, "BF16", shape, 0, 2 * math.prod(shape), (codes, scales))
+
+
+def _rows(
+    codes: StoredTensor, scales: StoredTensor, others: list[StoredTensor], given: tuple[int, int] | None
+) -> PackedRows:
+    """Find the block that the scales are for by their shape: the whole matrix, a row, or the one that the config gives."""
+    if len(codes.shape) < 2:
+        raise _misfit(codes, scales, "a matrix, or a stack of matrices")
+    *stack, rows, columns = codes.shape
+    block = None
+    if math.prod(scales.shape) == math.prod(stack):
+        block = rows, columns
+    elif scales.shape == (*stack, rows, 1):
+        block = 1, columns
+    elif given is not None and scales.shape == (*stack, -(-rows // given[0]), -(-columns // given[1])):
+        block = given
+    if block is None or scales.dtype_name not in SCALE_TYPES:
+        text = "" if given is None else f", or for each block of {given[0]} x {given[1]}"
+        raise _misfit(
+            codes, scales, f"one scale for the matrix or for each row{text}, in {', '.join(SCALE_TYPES)}"
+        )
+    size = 2 * math.prod(codes.shape)
+    packed = (codes, scales, *others)
+    return PackedRows(codes.name, codes.path, "BF16", codes.shape, 0, size, packed, block)
+
+
+def _misfit(codes: StoredTensor, scales: StoredTensor, legal: str) -> HFError:
+    found = " and ".join(f"{one.name} {one.dtype_name} {list(one.shape)}" for one in (codes, scales))
+    return HFError(f"{scales.path}: the scales do not fit their codes: {found}; legal: {legal}")
+
+
+def block_size(table: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale by a `quantization_config`; None if it gives none."""
+    groups = table.get("config_groups")
+    settings = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    sizes = [one.get("block_structure") for one in settings if isinstance(one, dict)]
+    for size in (table.get("weight_block_size"), *sizes):
+        if isinstance(size, list) and len(size) == 2 and all(type(one) is int and one > 0 for one in size):
+            return size[0], size[1]
+    return None
