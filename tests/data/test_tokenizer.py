@@ -109,8 +109,9 @@ def ids_in_pieces(ours, text, folder, special=False):
         (source,) = open_sources(DataTable(sources=(table,)), ours)
         (document,), offset, ids = source.first_documents(1), 0, []
         while offset is not None:
+            begins = offset == 0
             piece, offset = source.read(document, offset)
-            ids += encode_text(ours, piece, special).tolist()
+            ids += encode_text(ours, piece, special, continues=not begins).tolist()
     return ids
 
 

@@ -31,9 +31,8 @@ equal those of `transformers` in fp32, with packed documents against each docume
 this version of `transformers`; another version may have another list. A type that a family of torchround's own reads
 runs faster there ([models.md](models.md)).
 
-The list is about layers, and not about tokenizers. A fitting model with a tokenizer of another kind than byte-level BPE, such as the
-SentencePiece kind of many `llama`, `mistral` and `gemma` models (`byte_fallback` in its tokenizer.json), is trained on token ids
-that its own tokenizer made, or with another tokenizer ([data.md](data.md#tokenizer)).
+The list is about layers, and not about tokenizers: [data.md](data.md#tokenizer) says which are read. A fitting model with
+another one is trained on token ids that its own tokenizer made (`content = "tokens"`), or with another tokenizer.
 """
 
 

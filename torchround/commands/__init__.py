@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": ("doctor", "say what this machine has and which configs fit it"),
     "plan": ("plan_run", "plan a run for this machine or another one: time, memory, what would help"),
     "inspect_data": ("inspect_data", "show the sequences that a run would read"),
+    "finetune": ("finetune", "fine-tune a released model on your data: torchround finetune MODEL DATA"),
     "train": ("train_model", "train a model, or resume: torchround train --config NAME.toml"),
     "page": ("draw_page", "draw the metrics of runs as an HTML page"),
     "checkpoint": ("manage_checkpoints", "list and verify the checkpoints of a run"),

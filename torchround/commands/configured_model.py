@@ -41,8 +41,8 @@ from torchround.untrusted.terminal import escape_unprintable
 
 logger = logging.getLogger(__name__)
 
-BORROWED = "transformers"
-"""The family whose modules `transformers` builds."""
+AUTO, BORROWED = "auto", "transformers"
+"""The value of `model.family` that leaves it to the folder, and the family whose modules `transformers` builds."""
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, HFError, EngineUsageError),
@@ -121,16 +121,16 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
     """Return the family and its config: from a flavor, a shape, or the config.json of a Hugging Face folder."""
     table = options.config.model
     families = known_families(table.module)
-    if table.family not in families:
-        raise options.unknown_name("model.family", table.family, families)
-    family = families[table.family]
+    if table.family not in (*families, AUTO):
+        raise options.unknown_name("model.family", table.family, {*families, AUTO})
     if table.hf_path is not None:
-        config = _released_config(options, family, Path(table.hf_path).expanduser() / "config.json")
+        family, config = _released_config(options, families, Path(table.hf_path).expanduser() / "config.json")
         if vocab_size is not None and config.vocab_size < vocab_size:
             raise options.error(
                 "tokenizer", f"it has {vocab_size} tokens; legal: at most the model's {config.vocab_size}"
             )
         return family, config
+    family = families[table.family]
     if not family.flavors:
         key, given = ("shape", "a table") if table.flavor is None else ("flavor", show(table.flavor))
         text = f"given {given}, but {show(family.name)} has no sizes of its own"
@@ -152,6 +152,15 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
         return family, family.config_from_shape(shape, table.flavor, vocab_size)
     except ModelConfigError as error:
         raise options.error("model.shape", str(error)) from error
+
+
+def with_family(options: Options) -> Options:
+    """Put the family that reads the folder in the place of `auto`, so that a run always has the same name of it."""
+    table = options.config.model
+    if table.family != AUTO:
+        return options
+    found = table.model_copy(update={"family": model_config(options, None)[0].name})
+    return replace(options, config=options.config.model_copy(update={"model": found}))
 
 
 def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeights | None, Mapped]:
@@ -206,25 +215,36 @@ def warn_of_positions(what: str, tokens: int, config: Any) -> None:
         )
 
 
-def _released_config(options: Options, family: ModelFamily, path: Path) -> Any:
-    """Read a `config.json` as the family's config. Raises `ConfigError`, or `ModelConfigError` if the family refuses it."""
-    folder = options.config.model.hf_path
+def _released_config(
+    options: Options, families: Mapping[str, ModelFamily], path: Path
+) -> tuple[ModelFamily, Any]:
+    """Read a `config.json` as the config of the family that the run names, or of the first that reads it. Raises `ConfigError`."""
+    folder, named = options.config.model.hf_path, options.config.model.family
     if not path.is_file():
         lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
         raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
     try:
         content = read_object(path)
         kind = content.get("model_type")
-        if family.name != BORROWED and kind not in family.hf_model_types:
-            text = f"given {show(family.name)}, but {path} has model_type {show(kind)}"
+        if named not in (AUTO, BORROWED) and kind not in families[named].hf_model_types:
+            text = f"given {show(named)}, but {path} has model_type {show(kind)}"
             raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
         if (advice := quantised_advice(quantisation(content))) is not None:
             raise HFError(f"{path.parent}: {advice}")
-        if family.name == BORROWED and "text_config" in content:
+        if "text_config" in content:
             content = {**_tying(path.parent), **content}
-        return family.config_from_hf(content)
+        if named != AUTO:
+            return families[named], families[named].config_from_hf(content)
     except (HFError, ModelConfigError) as error:
         raise options.error("model.hf_path", f"{path}: {error}") from error
+    own = [each for each in families.values() if each.name != BORROWED and kind in each.hf_model_types]
+    refusals = []
+    for family in (*own, families[BORROWED]):
+        try:
+            return family, family.config_from_hf(content)
+        except ModelConfigError as error:
+            refusals.append(f"{family.name}: {error}")
+    raise options.error("model.hf_path", f"{path} fits no family; {'; '.join(refusals)}")
 
 
 def _tying(folder: Path) -> dict[str, bool]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ from torchround.commands.configured_model import (
     find_weights,
     model_config,
     starting_weights,
+    with_family,
 )
 from torchround.commands.export_hf import export
 from torchround.commands.generation_files import stop_tokens
@@ -92,18 +94,27 @@ def run(arguments: list[str]) -> int:
 
 def train(options: Options, machines: RunMachines) -> int:
     """Train on this machine, one of `machines`. Returns the exit code."""
+    return train_parts(build_parts(options, machines))
+
+
+def build_parts(options: Options, machines: RunMachines) -> RunParts:
+    """Build the parts of the run on each of `machines`, and plan together. Nothing is written."""
     planned = machines.planned()
     parts = machines.same_mistakes(
         lambda: build(options, machines, planned), MISTAKES, "what each machine found at the start"
     )
     machines.require_same(parts.identity)
     rule = machines.agree("start", [parts.plan.rounds, parts.plan.stale_layers], "rounds and stale layers")[0]
-    parts = machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
+    return machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
+
+
+def train_parts(parts: RunParts) -> int:
     with parts.folder:  # locked to the end, the export included
         say(description(parts))
         exit_code = Trainer(parts).run()
-        if exit_code == 0 and options.config.checkpoint.export != "off" and machines.is_first:
-            export_result(parts.folder, options.config)
+        asked = parts.config.checkpoint.export
+        if exit_code == 0 and asked != "off" and parts.machines.is_first:
+            export_result(parts.folder, parts.config, asked == "adapters")
         return exit_code
 
 
@@ -114,6 +125,7 @@ def build(
 
     `planned` is what the planner knows of `machines`. `hardware` is this machine's if it is not given.
     """
+    options = with_family(options)
     config, folder = options.config, RunFolder(options.config.run, MachineTeam.of(machines.group))
     checkpointer = folder.checkpointer()
     check_start(config, checkpointer)
@@ -257,22 +269,23 @@ def description(parts: RunParts) -> str:
     return "\n".join(lines)
 
 
-def export_result(folder: RunFolder, config: Config) -> None:
+def export_result(folder: RunFolder, config: Config, adapters: bool, name: str = "export") -> Path:
     """Export the newest checkpoint, or the best with `keep_best`, unless its folder exists. Raises `HFError`."""
     checkpointer = folder.checkpointer()
     step = best_of(kept_losses(checkpointer)) if config.validation.keep_best else None
     step = checkpointer.latest_step() if step is None else step
     assert step is not None, "a complete run has a checkpoint"
     checkpoint = folder.checkpoints / checkpoint_name(step)
-    output = folder.path / "export" / checkpoint.name
+    output = folder.path / name / checkpoint.name
     if output.exists():
-        return  # a complete run that is started again has exported already
+        return output  # a complete run that is started again has exported already
     try:
-        say(export(checkpoint, output, config, adapters=config.checkpoint.export == "adapters"))
+        say(export(checkpoint, output, config, adapters=adapters))
     except OSError as error:
         raise HFError(
             f"{output} could not be written: {error}; {checkpoint} is whole, and torchround export_hf exports it"
         ) from error
+    return output
 
 
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:

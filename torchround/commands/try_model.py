@@ -143,7 +143,7 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise EngineError(f"{tried.name}: {error}") from error
         for prompt, ids in zip(prompts, found, strict=True):
             kept = without_end(ids, stops)
-            continuation, ended = tokenizer.decode(kept), len(kept) < len(ids)
+            continuation, ended = tokenizer.decode_after(prompt.tokens, kept), len(kept) < len(ids)
             if options.json:
                 values = {"prompt": prompt.text, "text": continuation, "tokens": len(kept), "ended": ended}
                 print(json.dumps(values), flush=True)

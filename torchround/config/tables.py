@@ -3,11 +3,12 @@
 Each key's docstring says its meaning, unit and cost. Paths are relative to the working directory.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from torchround.config.key_types import (
+    UNSET,
     Beta,
     Many,
     Name,
@@ -93,7 +94,8 @@ class ModelTable(Table):
     """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
-    """Family, a package of `models/` such as `llama3`, or `transformers`: its decoder in the folder `hf_path`. Required."""
+    """Family, a package of `models/` such as `llama3`, or `transformers`: its decoder in the folder `hf_path`. `auto`, the default
+    with `hf_path`: the first of all these that reads the folder. Required without `hf_path`."""
 
     module: Name | None = None
     """Python module of your own that adds families: `FAMILIES`, a sequence of them (docs/models.md)."""
@@ -107,12 +109,18 @@ class ModelTable(Table):
     hf_path: Name | None = None
     """Local folder in Hugging Face format with `config.json`, safetensors files and usually the tokenizer."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _find_family(cls, data: Any) -> Any:
+        finds = isinstance(data, dict) and data.get("hf_path", UNSET) != UNSET
+        return {"family": "auto", **data} if finds else data
+
 
 class TokenizerTable(Table):
     """The tokenizer. Default: the one in `model.hf_path`."""
 
     path: Name | None = None
-    """Tokenizer file (a byte-level BPE tokenizer.json), or a folder that holds one. Default: `model.hf_path`."""
+    """Tokenizer file (a tokenizer.json: a BPE of bytes, or SentencePiece's kind), or a folder that holds one. Default: `model.hf_path`."""
 
     name: Literal["bytes"] | None = None
     """Built-in tokenizer. `bytes`: one token per UTF-8 byte, plus special ones. It needs no file."""

@@ -177,6 +177,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     clears = 'one of them ("none" clears a key that a base file set)'
     if model.flavor is None and model.shape is None and model.hf_path is None:
         yield "model.flavor model.shape model.hf_path", 'one of them, for example flavor = "debug"'
+    if model.family == "auto" and model.hf_path is None:
+        yield "model.family model.hf_path", "the name of a family, or the folder whose family is to be found"
     for key in ("flavor", "shape"):
         if model.hf_path is not None and getattr(model, key) is not None:
             yield f"model.{key} model.hf_path", clears

@@ -46,11 +46,15 @@ class MissingTokenizerError(TokenizerError):
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A part of a rendered conversation: plain text, or a special token's name if `special`. `learn`: tokens are labels."""
+    """A part of a rendered conversation: plain text, or a special token's name if `special`. `learn`: tokens are labels.
+
+    `begins`: the document's text begins here, although the token that opens documents comes before.
+    """
 
     text: str
     learn: bool
     special: bool = False
+    begins: bool = False
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
         ends = piece.last and not (special and ends_with_special(tokenizer, text))
         before = [tokenizer.bos_id] if begins and tokenizer.bos_id is not None else []
         after = [tokenizer.eos_id] if ends else []
-        parts = (before, encode_text(tokenizer, text, special), after)
+        parts = (before, encode_text(tokenizer, text, special, not piece.first), after)
         tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids in parts])
     else:
         spans = encode_spans(tokenizer, piece.content)

@@ -158,7 +158,11 @@ class RunValidation:
                     stop_tokens=self.stop_tokens,
                     cache_bytes=SAMPLE_CACHE_BYTES,
                 )
-                texts = [self.tokenizer.decode(without_end(ids, self.stop_tokens)) for ids in found]
+                asked = zip(self.prompts, found, strict=True)
+                texts = [
+                    self.tokenizer.decode_after(prompt.tokens, without_end(ids, self.stop_tokens))
+                    for prompt, ids in asked
+                ]
             except ValueError as error:
                 logger.warning("validation.prompts are not continued: %s", error)
         texts = self.machines.agree("validation", texts, "the continuations of the prompts")[0]

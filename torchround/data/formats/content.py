@@ -5,7 +5,7 @@ instruction and output. Each fault of a record is a `DataError` that says where 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,29 @@ def _field(record: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
+
+
+def fields_of(document: Document) -> list[str]:
+    """List the fields of a document's record, none for a text or a blank line. Raises `DataError`."""
+    record = document.record() if callable(document.record) else document.record
+    if isinstance(record, bytes):
+        try:
+            record = _parsed(record) if record.strip() else None
+        except DataError as error:
+            raise DataError(f"{document}: {error}") from error
+    return list(record) if isinstance(record, dict) else []
+
+
+def likely_content(names: Collection[str]) -> str | None:
+    """Find the content that records with these fields hold, None if they are of no known shape."""
+
+    def has(some: Sequence[str]) -> bool:
+        return any(name in names for name in some)
+
+    pairs, alpaca = has(PROMPT) and has(COMPLETION), {"instruction", "output"} <= set(names)
+    found = {"messages": has(DEFAULT_FIELDS["messages"]), "alpaca": alpaca, "prompt_completion": pairs}
+    found |= {kind: has(DEFAULT_FIELDS[kind]) for kind in ("text", "tokens")}
+    return next((kind for kind, fits in found.items() if fits), None)
 
 
 def _parsed(line: bytes) -> Any:

@@ -133,6 +133,10 @@ class TurnTemplate:
                 f"{self._where}: it writes the two answers of a conversation {dialogue.count(ANSWER)} times in all; "
                 "legal: each answer once"
             )
+        # Mistral's asks by ending the question, with a token that ends nothing else.
+        ends_question = asked == alone and self._common([asked.partition(QUESTION)[2].lstrip()])
+        if ends_question and self._num_headers(dialogue, ends_question) == 2:
+            prompt = "".join(part.text for part in ends_question)
         begins = self.marks.match(prompt)
         if begins is None:
             raise TokenizerError(
@@ -146,7 +150,7 @@ class TurnTemplate:
         self._prompt, self._last_header = self._common([prompt]), self._common(headers[-1:])
         after = [self.marks.search(dialogue, place) for place in answer_starts]
         ends = {match[0] for match in after if match is not None}
-        if not ends or self._num_headers(alone):
+        if not ends or (asked != alone and self._num_headers(alone)):
             raise TokenizerError(
                 f"{self._where}: it begins the assistant's turns with {headers} and ends them with {sorted(ends)}; "
                 "needed: the same token and name, which no other turn begins with, and a special or added token"
@@ -168,9 +172,9 @@ class TurnTemplate:
         self.marks = names_pattern([*tokenizer.special, *self.unsafe_marks])
         return True
 
-    def _num_headers(self, text: str) -> int:
+    def _num_headers(self, text: str, wanted: tuple[TextSpan, ...] | None = None) -> int:
         parts = self.parts(text)
-        return sum(self._is_header(parts, index) for index in range(len(parts)))
+        return sum(self._is_header(parts, index, wanted) for index in range(len(parts)))
 
     def _rest(self, text: str, shorter: str) -> str:
         """Return what is left of `text` after the beginning that it shares with another text."""
