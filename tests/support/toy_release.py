@@ -21,7 +21,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support import vocabularies
 from tests.support.toy_decoders import CALMER, SMALL, random_weights
-from torchround.hf.pretrained import E2M1_VALUES, SCALE_BIAS
 
 SINGLE = "model.safetensors"
 TOKENS = 320  # of the toy tokenizer, special ones not counted
@@ -46,6 +45,9 @@ SIZES = {
 BLOCKS = {"hidden_size": 160, "intermediate_size": 192, "moe_intermediate_size": 144, "q_lora_rank": 136}
 MOST_LAYERS = 12
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
+# By their four bits: sign, two of exponent, one of mantissa. A scale is a power of two, kept with 127 added.
+MOST_E2M1 = 6.0
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, MOST_E2M1)
 
 
 def shrunk(released):
@@ -71,7 +73,8 @@ def _shrink(config, whole, sizes):
     heads, pairs = whole.get("num_attention_heads"), whole.get("num_key_value_heads")
     for key, value in whole.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            _shrink(config.setdefault(key, {}), value, sizes)
+            is_flat = key == "text_config" and key not in config and "hidden_size" in config  # as of older releases
+            _shrink(config if is_flat else config.setdefault(key, {}), value, sizes)
         elif key in sizes and type(value) is int and value > sizes[key]:
             config[key] = sizes[key]
     if layers:
@@ -79,6 +82,9 @@ def _shrink(config, whole, sizes):
         config |= {key: value[:count] for key, value in lists.items() if key in config}
         if shared := whole.get("num_kv_shared_layers"):
             config["num_kv_shared_layers"] = min(shared, count // 2)
+    for key in ("rope_scaling", "rope_parameters"):  # channels by direction in a picture, which fill a head's pairs
+        if (table := config.get(key) or {}).get("mrope_section") and not table.get("mrope_interleaved"):
+            config[key] = {**table, "mrope_section": [1, 1, SIZES["head_dim"] // 2 - 2]}
     if "vocab_size" in whole:
         config["vocab_size"] = VOCAB
     if heads is not None and heads == pairs:
@@ -127,10 +133,7 @@ def write_release(folder, released, tokenizer):
     plain = pack(tensors, config.get("quantization_config") or {})
     save_file(tensors, folder / SINGLE, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    trained, names = toy_tokenizer(tokenizer)
-    trained.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder, tokenizer)
     if not plain:
         return load_model(folder)
     twin = folder.with_name(f"{folder.name} in 16 bits")
@@ -220,21 +223,28 @@ def _is_left(module, patterns):
 
 def _pack_mxfp4(tensors):
     """Write GPT-OSS's stacks of experts as `_blocks` of two 4-bit numbers a byte, and `_scales`, one for 32 numbers."""
-    plain, values = {}, torch.tensor(E2M1_VALUES)
+    plain, values = {}, torch.tensor([*E2M1, *(-value for value in E2M1)])
     for name in list(tensors):
         plain[name] = weight = tensors[name]
         if not name.endswith(("gate_up_proj", "down_proj")):
             continue
         groups = weight.float().transpose(1, 2).unflatten(2, (-1, 32))  # [E, Z, G, 32]
-        powers = torch.ceil(torch.log2(groups.abs().amax(-1) / E2M1_VALUES[7]))
+        powers = torch.ceil(torch.log2(groups.abs().amax(-1) / MOST_E2M1))
         scaled = groups / torch.exp2(powers)[..., None]
         codes = (scaled[..., None] - values).abs().argmin(-1).to(torch.uint8)
         del tensors[name]
         tensors[f"{name}_blocks"] = codes[..., 0::2] | codes[..., 1::2] << 4
-        tensors[f"{name}_scales"] = (powers + SCALE_BIAS).to(torch.uint8)
+        tensors[f"{name}_scales"] = (powers + 127).to(torch.uint8)
         numbers = values[codes.int()] * torch.exp2(powers)[..., None]
         plain[name] = numbers.flatten(2).transpose(1, 2).bfloat16().contiguous()
     return plain
+
+
+def write_tokenizer(folder, kind):
+    trained, names = toy_tokenizer(kind)
+    trained.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @cache
