@@ -154,9 +154,10 @@ def names_in_whole(whole: nn.Module, anatomy: "Anatomy") -> dict[str, str]:
     """Map each tensor's name in the text model to its name in the `whole` model that holds it.
 
     The whole model holds the causal language model itself, or its body; the head is then beside one of the body's parents.
-    Raises `ModelConfigError` if it holds neither, or other shapes.
+    Raises `ModelConfigError` if it holds neither, or other shapes, or makes other logits.
     """
     model, body = anatomy.model, anatomy.body
+    model_type = str(whole.config.model_type)  # type: ignore[union-attr]
     paths = {type(module): path for path, module in reversed(list(whole.named_modules()))}
     theirs = {name: tensor.shape for name, tensor in whole.state_dict(keep_vars=True).items()}
     found = {}
@@ -171,11 +172,44 @@ def names_in_whole(whole: nn.Module, anatomy: "Anatomy") -> dict[str, str]:
             places = [".".join([*above[:length], name]) for length in range(len(above), -1, -1)]
         place = next((place for place in places if theirs.get(place) == tensor.shape), None)
         if place is None:
-            raise ModelConfigError(
-                f"{type(whole).__name__} of transformers does not hold its text model's {name}"
-            )
+            raise refuse(model_type, f"{type(whole).__name__} does not hold its text model's {name}")
         found[name] = place
+    if type(model) not in paths:
+        reason = (
+            f"{type(whole).__name__} makes other logits than its text model does alone: another scale or cap"
+        )
+        try:
+            same = _has_logits_of(whole, paths[type(body)], anatomy)
+        except Exception as error:  # code of any kind, called in a way that it was not written for
+            reason = f"the logits of {type(whole).__name__} cannot be compared with those of its text model: {error}"
+            raise refuse(model_type, reason) from error
+        if not same:
+            raise refuse(model_type, reason)
     return found
+
+
+class _Output(dict[Any, Any]):
+    """The output of any body: its hidden state, and nothing else."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        super().__init__({0: last_hidden_state})
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _has_logits_of(whole: nn.Module, path: str, anatomy: "Anatomy") -> bool:
+    """Return whether both models do the same to a body's output, the projection left out. `path` is the body's in `whole`."""
+    states = torch.linspace(-50, 50, 36).view(1, 3, 12)  # far enough for a cap
+    made = []
+    for model, body in ((anatomy.model, anatomy.body_name), (whole, path.partition(".")[0])):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        name = next(name for name, child in model.named_children() if child is head)
+        outer = with_modules(model, {body: StandInBody(_Output), name: nn.Identity()})
+        made.append(outer(inputs_embeds=states, use_cache=False).logits)
+    return torch.equal(*made)
 
 
 def is_tied(model: Any) -> bool:

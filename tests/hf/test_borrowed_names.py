@@ -42,7 +42,7 @@ def shapes(toy):
 def read(toy, folder=None):
     folder = folder or toy.folder
     found = names_in_folder(toy.meta, toy.own, read_folder(folder))
-    return PretrainedWeights(folder, found.names, shapes(toy), found.redundant)
+    return PretrainedWeights(folder, found.names, shapes(toy), found.redundant, carried=found.carried)
 
 
 def filled(toy, weights):
