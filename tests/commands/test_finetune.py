@@ -14,7 +14,10 @@ from tests.support.processes import run_program
 from tests.support.small_run import before_step, interrupt, tensors_in, working_folder
 from tests.support.space_vocabularies import space_tokenizer, write_kind
 from torchround.commands import finetune, try_model
+from torchround.commands.configured_model import with_family
 from torchround.config import load_config
+from torchround.config.load import with_overrides
+from torchround.config.validate import RawConfig
 
 __all__ = ["working_folder"]
 
@@ -95,12 +98,28 @@ def test_a_model_and_a_dataset_of_the_hub_are_fetched_once_and_then_read_without
     with hub_of(named) as (address, requests):
         first = run_program(*command, folder=folder, HF_ENDPOINT=address, **place)
         assert re.search(r"fetching  toy/llama: .*\nfetching  toy/chats: ", first.stdout)
-        assert sum(path.endswith("model.safetensors") for path in requests) <= 2  # its size, and itself
+        assert sum(path.startswith("GET") and path.endswith("model.safetensors") for path in requests) == 1
         seen = len(requests)
         run_program(*command, "--out", "b", folder=folder, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **place)
         assert len(requests) == seen
     used = load_config("outputs/llama-chats/config.toml")
     assert "models--toy--llama/snapshots/" in used.model.hf_path and used.data.sources[0].format == "dataset"
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama3"),
+        ({"hidden_act": "gelu"}, "transformers"),  # torchround's own refuses it
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "transformers"),
+    ],
+)
+def test_the_family_of_a_folder_is_the_first_that_reads_it(tmp_path, changes, family):
+    release = write_release(tmp_path / "release", **changes)
+    tables = {"model": {"hf_path": str(release)}, "data": {"sources": [{"path": "x"}]}}
+    options = with_overrides(RawConfig("a test", tables), ())
+    assert options.config.model.family == "auto"
+    assert with_family(options).config.model.family == family
 
 
 # Mistakes.

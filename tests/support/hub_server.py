@@ -28,7 +28,7 @@ def hub_of(repositories, gated=(), sizes=None):
 
         def do_GET(self):
             path, _, _ = self.path.partition("?")
-            requests.append(path)
+            requests.append(f"{self.command} {path}")
             kind, name, what, rest = parsed(path)
             folder = repositories.get(f"{kind}/{name}")
             if folder is None:

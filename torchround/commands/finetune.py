@@ -351,14 +351,16 @@ def measure(options: Options, tokenizer: Tokenizer, vocab_size: int) -> Lengths:
         first = source.first_documents(SAMPLED)
         for document in first:
             tokens, offset = 0, 0
-            while offset is not None:
-                content, offset = source.read(document, offset)
-                piece = DocumentPiece(content, 0, document, first=offset == 0, last=offset is None)
+            while True:
+                content, after = source.read(document, offset)
+                piece = DocumentPiece(content, 0, document, first=offset == 0, last=after is None)
                 tokens += len(tokenise(tokenizer, piece).tokens) if len(content) else 0
-                if (
-                    offset and document.file_bytes
-                ):  # the rest of a long file is taken to be like its beginning
-                    tokens, offset = tokens * document.file_bytes // offset, None
+                if after is None:
+                    break
+                if document.file_bytes:  # the rest of a long file is taken to be like its beginning
+                    tokens = tokens * document.file_bytes // after
+                    break
+                offset = after
             longest, counted = max(longest, tokens), counted + tokens
         seen += len(first)
         documents += source.count() or len(first)

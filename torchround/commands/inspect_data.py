@@ -93,7 +93,7 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
     """
     # No label tells whether the first token is learnt, so it counts as not learnt.
     ignored = [True, *(labels == IGNORED_LABEL).tolist()[:-1]]
-    text, before = "", []
+    text, before = "", list[int]()
     for masked, run in groupby(zip(tokens.tolist(), ignored, strict=True), key=lambda pair: pair[1]):
         # An id of the model that the tokenizer does not know is shown as a number.
         ids = [token for token, _ in run]
