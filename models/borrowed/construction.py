@@ -144,8 +144,11 @@ def build_whole(config: Any) -> nn.Module:
         found += [kinds[type(config)]] if type(config) in kinds else []
     if not found:
         raise refuse(config.model_type, "transformers has no model of it that writes text")
-    with torch.device("meta"):
-        whole: Any = found[0]._from_config(config, dtype=torch.float32)
+    try:
+        with torch.device("meta"):
+            whole: Any = found[0]._from_config(config, dtype=torch.float32)
+    except ImportError as error:  # of a package that its tower comes from
+        raise refuse(config.model_type, " ".join(str(error).split())) from error
     whole.tie_weights()
     return whole  # type: ignore[no-any-return]
 

