@@ -117,7 +117,7 @@ def _causal_class(config: Any, has_whole: bool) -> Any:
     body_class = bodies[type(config)]
     base: Any = next(kind for kind in body_class.__mro__[1:] if issubclass(kind, package.PreTrainedModel))
 
-    class BodyWithHead(base):  # type: ignore[misc]
+    class BodyWithHead(base):
         __module__ = body_class.__module__  # where transformers looks for what a class can do
         config_class, base_model_prefix = type(config), "model"
         _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -144,13 +144,15 @@ def build_whole(config: Any) -> nn.Module:
         found += [kinds[type(config)]] if type(config) in kinds else []
     if not found:
         raise refuse(config.model_type, "transformers has no model of it that writes text")
+    kind: Any = found[0]
     try:
         with torch.device("meta"):
-            whole: Any = found[0]._from_config(config, dtype=torch.float32)
+            whole: Any = kind._from_config(config, dtype=torch.float32)
     except ImportError as error:  # of a package that its tower comes from
         raise refuse(config.model_type, " ".join(str(error).split())) from error
     whole.tie_weights()
-    return whole  # type: ignore[no-any-return]
+    built: nn.Module = whole
+    return built
 
 
 def names_in_whole(whole: nn.Module, anatomy: "Anatomy") -> dict[str, str]:
