@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
-from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, Step, kind_of, with_modules
+from torchround.models.borrowed.shell import (
+    BlockCall,
+    Shell,
+    StandInBody,
+    Step,
+    hollow,
+    kind_of,
+    with_modules,
+)
 from torchround.models.common.config import ModelConfigError
 
 OLDEST = "5.20"
@@ -148,8 +156,9 @@ def build_whole(config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             whole: Any = kind._from_config(config, dtype=torch.float32)
-    except ImportError as error:  # of a package that its tower comes from
-        raise refuse(config.model_type, " ".join(str(error).split())) from error
+    except Exception as error:  # some towers need packages of their own
+        text = " ".join(str(error).split())
+        raise refuse(config.model_type, f"its whole model cannot be built: {text}") from error
     whole.tie_weights()
     built: nn.Module = whole
     return built
@@ -159,7 +168,7 @@ def names_in_whole(whole: nn.Module, anatomy: "Anatomy") -> dict[str, str]:
     """Map each tensor's name in the text model to its name in the `whole` model that holds it.
 
     The whole model holds the causal language model itself, or its body; the head is then beside one of the body's parents.
-    Raises `ModelConfigError` if it holds neither, or other shapes, or makes other logits.
+    Raises `ModelConfigError` if it holds neither, or other shapes, or has other masks or logits for text.
     """
     model, body = anatomy.model, anatomy.body
     model_type = str(whole.config.model_type)  # type: ignore[union-attr]
@@ -179,42 +188,43 @@ def names_in_whole(whole: nn.Module, anatomy: "Anatomy") -> dict[str, str]:
         if place is None:
             raise refuse(model_type, f"{type(whole).__name__} does not hold its text model's {name}")
         found[name] = place
-    if type(model) not in paths:
-        reason = (
-            f"{type(whole).__name__} makes other logits than its text model does alone: another scale or cap"
+    path = paths.get(type(model), paths.get(type(body), ""))
+    path += f".{anatomy.body_name}" if type(model) in paths else ""
+    try:
+        ours, theirs = (
+            _run_without_layers(*one, anatomy) for one in ((model, anatomy.body_name), (whole, path))
         )
-        try:
-            same = _has_logits_of(whole, paths[type(body)], anatomy)
-        except Exception as error:  # code of any kind, called in a way that it was not written for
-            reason = f"the logits of {type(whole).__name__} cannot be compared with those of its text model: {error}"
-            raise refuse(model_type, reason) from error
-        if not same:
-            raise refuse(model_type, reason)
+    except Exception as error:  # code of any kind, called in a way that it was not written for
+        reason = (
+            f"{type(whole).__name__} cannot be compared with its text model: {type(error).__name__}: {error}"
+        )
+        raise refuse(model_type, reason) from error
+    if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
+        reason = f"{type(whole).__name__} has other masks or logits for text than its text model alone"
+        raise refuse(model_type, reason)
     return found
 
 
-class _Output(dict[Any, Any]):
-    """The output of any body: its hidden state, and nothing else."""
+def _run_without_layers(model: Any, path: str, anatomy: "Anatomy") -> list[Tensor]:
+    """Run a model without its blocks and its projection. Return the tensors that blocks get, and the logits.
 
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        super().__init__({0: last_hidden_state})
-        self.last_hidden_state = last_hidden_state
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-def _has_logits_of(whole: nn.Module, path: str, anatomy: "Anatomy") -> bool:
-    """Return whether both models do the same to a body's output, the projection left out. `path` is the body's in `whole`."""
-    states = torch.linspace(-50, 50, 36).view(1, 3, 12)  # far enough for a cap
-    made = []
-    for model, body in ((anatomy.model, anatomy.body_name), (whole, path.partition(".")[0])):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        name = next(name for name, child in model.named_children() if child is head)
-        outer = with_modules(model, {body: StandInBody(_Output), name: nn.Identity()})
-        made.append(outer(inputs_embeds=states, use_cache=False).logits)
-    return torch.equal(*made)
+    `path` names the body in `model`. States are large, so that a cap of logits shows.
+    """
+    states = torch.linspace(-50, 50, 5 * anatomy.body.config.hidden_size).view(1, 5, -1)  # type: ignore[union-attr,operator]
+    calls: list[tuple[Tensor, BlockCall]] = []
+    *above, last = path.split(".")
+    place = {last: hollow(anatomy.body, anatomy.blocks, anatomy.entries, calls)}
+    for depth in range(len(above), 0, -1):
+        outer = model.get_submodule(".".join(above[:depth]))
+        place = {above[depth - 1]: with_modules(outer, place)}
+    made = with_modules(model, place)
+    head = model.get_output_embeddings()
+    parent, _, name = next(name for name, child in model.named_modules() if child is head).rpartition(".")
+    holder = made.get_submodule(parent)
+    _check(holder is not model.get_submodule(parent), "its projection is not beside a parent of its body")
+    holder._modules = {**holder._modules, name: nn.Identity()}
+    logits = made(inputs_embeds=states, use_cache=False).logits
+    return [logits, *(tensor for hidden, call in calls for tensor in (hidden, *call.tensors()))]
 
 
 def is_tied(model: Any) -> bool:

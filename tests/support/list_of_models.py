@@ -23,12 +23,13 @@ from torchround.models import FAMILIES, ModelConfigError
 PAGE = Path(__file__).parents[2] / "docs" / "models_of_transformers.md"
 HEAD = """# Decoders of transformers
 
-Reference: the types of causal language models in `transformers` {version} that `[model] family = "transformers"` runs,
+Reference: the types of causal language models, and of models that hold one, in `transformers` {version} that `[model] family = "transformers"` runs,
 and why it refuses the others. `python -m tests.support.list_of_models --write` writes this page. Do not edit it.
 
 Each type that fits was built at toy size with large random weights. Its logits, its loss and all its gradients
 equal those of `transformers` in fp32, with packed documents against each document alone. A test compares every row with
-this version of `transformers`; another version may have another list. A type that a family of torchround's own reads
+this version of `transformers`; another version may have another list. Of a type that reads more than text, the text model
+is trained ([models.md](models.md)); of some of these types there is no toy model, and they are not listed. A type that a family of torchround's own reads
 runs faster there ([models.md](models.md)).
 
 The list is about layers, and not about tokenizers: [data.md](data.md#tokenizer) says which are read. A fitting model with
