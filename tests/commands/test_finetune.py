@@ -1,5 +1,6 @@
 """`torchround finetune`: a release and data in, a trained model out, in folders and from a hub; and the mistakes."""
 
+import argparse
 import json
 import re
 import shutil
@@ -104,6 +105,20 @@ def test_a_model_and_a_dataset_of_the_hub_are_fetched_once_and_then_read_without
         assert len(requests) == seen
     used = load_config("outputs/llama-chats/config.toml")
     assert "models--toy--llama/snapshots/" in used.model.hf_path and used.data.sources[0].format == "dataset"
+
+
+def test_without_steps_the_data_decides_how_long_a_run_is(folder):
+    """At first the default of training.steps, 1000, was taken for the user's."""
+
+    def chosen(steps=None, **overrides):
+        given = argparse.Namespace(model="release", data="chats", lora=None, steps=steps, split="train", subset=None)
+        return {each.key: each.value for each in finetune.choose(given, folder / "x", overrides)}
+
+    free = chosen()
+    assert free["data.epochs"] == 3 and "training.steps" not in free and free["training.global_batch_size"] == 1
+    assert free["optimizer.lr"] == 1e-5 and free["data.validation_fraction"] == 0.05
+    for fixed in (chosen(steps=60), chosen(**{"training.steps": 60})):
+        assert fixed["training.steps"] == 60 and "data.epochs" not in fixed and fixed["lr_schedule.warmup_steps"] == 3
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,8 @@ def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -
         raise  # it names its file
     except DataError as error:
         raise config_error("", "DATA", str(error)) from error
-    given.steps = given.steps or options.config.training.steps
+    if "training.steps" in overrides:
+        given.steps = options.config.training.steps
     choices += _choices_of(given, options, lengths, min(MOST_TOKENS, shape.known_positions))
     choices = _with_overrides(choices, overrides)
     return [*choices, *_micro_batch(options_of(choices), tokenizer)]
