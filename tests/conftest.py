@@ -43,7 +43,7 @@ if importlib.util.find_spec("hypothesis"):  # the accelerator tier runs without 
 # The other tests take a minute.
 THOROUGH_PLACES = (
     *("tests/benchmarks/", "tests/commands/", "tests/faults/", "tests/generation/", "tests/hf/", "tests/library/"),
-    *("tests/machines/", "tests/models/borrowed/", "tests/run/", "tests/scripts/"),
+    *("tests/machines/", "tests/models/borrowed/", "tests/releases/", "tests/run/", "tests/scripts/"),
     *("tests/config/test_mutations.py", "tests/data/test_chat.py", "tests/data/test_loader.py"),
     *("tests/data/test_resume.py", "tests/data/test_step_batches.py", "tests/data/test_tokenizer.py"),
     *("tests/engine/exchange/", "tests/engine/store/test_host_memory.py", "tests/engine/test_engine.py"),
@@ -57,7 +57,7 @@ THOROUGH_PLACES = (
     *("tests/test_imports.py", "tests/test_typical_mistakes.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "shared_runs", "processes"])
-OTHER_TIERS = ("thorough", "compiles", "documented", "nightly", "accelerator")
+OTHER_TIERS = ("thorough", "compiles", "documented", "releases", "nightly", "accelerator")
 # A process can have one kind of accelerator, so tests on the simulated one are a tier of their own.
 ACCELERATOR_PLACE = "tests/accelerator/"
 

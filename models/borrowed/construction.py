@@ -10,7 +10,7 @@ Shapes: B sequences, T tokens, D model width.
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class ReadConfig:
 def read_config(content: Mapping[str, Any]) -> ReadConfig:
     """Read the content of a `config.json`. Raises `ModelConfigError`."""
     package = _transformers()
-    configs, models = package.CONFIG_MAPPING, package.MODEL_FOR_CAUSAL_LM_MAPPING
+    configs = package.CONFIG_MAPPING
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in configs:
         extra = "; its own code (auto_map) is never run" if content.get("auto_map") else ""
@@ -80,7 +80,7 @@ def read_config(content: Mapping[str, Any]) -> ReadConfig:
         raise ModelConfigError(f"config.json is not one of model_type {model_type!r}: {error}") from error
     if getattr(whole, "is_encoder_decoder", False):
         raise refuse(model_type, "it has an encoder beside its decoder")
-    if type(config) not in models:
+    if _causal_class(config, has_whole=config is not whole) is None:
         inner = "" if config is whole else f"its text model, {config.model_type!r}, does not fit: "
         raise refuse(model_type, f"{inner}transformers has no causal language model of it")
     if any(getattr(config, key, None) is not None for key in ("vision_config", "audio_config")):
@@ -113,6 +113,38 @@ def _transformers() -> Any:
     return transformers
 
 
+def _causal_class(config: Any, has_whole: bool) -> Any:
+    """Return the causal language model of a text config; None if `transformers` has none.
+
+    It has none of some text models that a release wraps (Qwen's VL). With `has_whole` such a body gets a head without bias.
+    """
+    package = _transformers()
+    kinds, bodies = package.MODEL_FOR_CAUSAL_LM_MAPPING, package.MODEL_MAPPING
+    if type(config) in kinds:
+        return kinds[type(config)]
+    if not has_whole or type(config) not in bodies:
+        return None
+    body_class = bodies[type(config)]
+    base: Any = next(kind for kind in body_class.__mro__[1:] if issubclass(kind, package.PreTrainedModel))
+
+    class BodyWithHead(base):
+        __module__ = body_class.__module__  # where transformers looks for what a class can do
+        config_class, base_model_prefix = type(config), "model"
+        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = body_class(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, **arguments: Any) -> Any:
+            hidden = self.model(**arguments).last_hidden_state
+            return package.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+    return BodyWithHead
+
+
 def build_whole(config: Any) -> nn.Module:
     """Build the whole model of a release on `meta`, of the class that its config names. Raises `ModelConfigError`."""
     package = _transformers()
@@ -122,12 +154,14 @@ def build_whole(config: Any) -> nn.Module:
         found += [kinds[type(config)]] if type(config) in kinds else []
     if not found:
         raise refuse(config.model_type, "transformers has no model of it that writes text")
+    kind: Any = found[0]
     try:
         with torch.device("meta"):
-            whole: Any = found[0]._from_config(config, dtype=torch.float32)
+            whole: Any = kind._from_config(config, dtype=torch.float32)
             built: nn.Module = whole
     except Exception as error:  # some towers need packages of their own
-        raise refuse(config.model_type, f"its whole model cannot be built: {error}") from error
+        text = " ".join(str(error).split())
+        raise refuse(config.model_type, f"its whole model cannot be built: {text}") from error
     whole.tie_weights()
     return built
 
@@ -203,7 +237,8 @@ def is_tied(model: Any) -> bool:
 
 def _build_on_meta(config: Any) -> nn.Module:
     """Return the causal language model of `transformers` for `config`: parameters on `meta`, buffers with their values."""
-    model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = _causal_class(config, has_whole=True)
+    assert model_class is not None, "read_config has refused a config without one"
     with torch.device("meta"):
         model: Any = model_class._from_config(config, dtype=torch.float32)
     model.tie_weights()
