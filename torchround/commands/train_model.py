@@ -2,8 +2,8 @@
 
     python train.py --config debug.toml --training.steps 100
 
-Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in the launch; 128 + n stopped by signal n,
-after saving. The machines of one run end with the same code, except that 1 may stand for a mistake of another machine.
+docs/getting_started.md has the exit codes. The machines of one run end with the same one, except that 1 may stand for a
+mistake of another machine.
 """
 
 import logging
@@ -71,7 +71,6 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Do what the command line says. Raises the errors that `main` turns into messages."""
     is_first = os.environ.get("RANK", "0") == "0"
     # The other processes of a launch print errors alone.
     with nullcontext() if is_first else open(os.devnull, "w") as out, redirect_stdout(out or sys.stdout):
@@ -87,7 +86,6 @@ def run(arguments: list[str]) -> int:
 
 
 def train(options: Options, machines: RunMachines) -> int:
-    """Train on this machine, one of `machines`. Returns the exit code."""
     planned = machines.planned()
     parts = machines.same_mistakes(
         lambda: build(options, machines, planned), MISTAKES, "what each machine found at the start"
@@ -242,9 +240,6 @@ def description(parts: RunParts) -> str:
     if machines.group is not None:
         names = f"{machines.size}: {', '.join(machines.names)}"
         lines += [f"machines {names}", f"network  {exchange_text(parts.question, parts.plan)}"]
-    if config.lora.map_base:
-        mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
-        lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")
     return "\n".join(lines)
 
 

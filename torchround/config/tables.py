@@ -239,8 +239,7 @@ class TrainingTable(Table):
 
     @property
     def num_steps(self) -> int:
-        """Return `steps`. A run sets it before it builds anything that needs it (`commands/train_model.py`)."""
-        assert self.steps is not None, "the steps of data.epochs have not been counted yet"
+        assert self.steps is not None, "the steps of data.epochs have not been counted yet (`train_model.py`)"
         return self.steps
 
 
@@ -398,9 +397,6 @@ class PlanTable(Table):
     rounds: PositiveInt | None = None
     """Rounds of a step, at most the number of micro-batches. Default: `engine.rounds`."""
 
-    kept: Many[Many[KeptPart]] | None = None
-    """The parts of each layer whose results are kept. Default: as `engine.keep_activations` says."""
-
 
 class EngineTable(Table):
     """Devices, update rule, memory, number formats and the plan. Weights and optimizer state stay in host memory."""
@@ -498,5 +494,4 @@ class Config(Table):
 
     @property
     def num_micro_batches(self) -> int:
-        """Return M, the micro-batches of one step: `ceil(global_batch_size / micro_batch_size)`."""
         return -(-self.training.global_batch_size // self.training.micro_batch_size)

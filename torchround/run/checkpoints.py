@@ -289,7 +289,6 @@ def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: 
 
 
 def _stale_layers(store: HostStore, state: Mapping[str, Any]) -> int:
-    """Return the number of stale layers in a checkpoint's state, 0 if it is not of `bounded`. Raises `ValueError`."""
     number = state.get("stale_layers", 0)
     if type(number) is not int or not 0 <= number < len(store.locations):
         raise ValueError(f"stale_layers is {str(number)[:100]}")
