@@ -29,12 +29,10 @@ from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.resume import find_checkpoint, warn_of_changes
 from torchround.run.run_folder import RunError, RunFolder
-from torchround.run.validation import ValidationProgress, best_of, kept_losses
+from torchround.run.validation import LARGEST, ValidationProgress, best_of, kept_losses
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
-
-MOST_TOKENS = 2**62  # a count above it is none that a run saved
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class RunCheckpoints:
         state = loaded.state
         try:
             loader.load_state_dict(state["data"])
-            most = {"tokens": MOST_TOKENS, "applied_updates": loaded.step, "skipped_steps": loaded.step}
+            most = {"tokens": LARGEST, "applied_updates": loaded.step, "skipped_steps": loaded.step}
             for key, limit in most.items():
                 # Not isinstance: JSON's true is an int in Python.
                 if type(state[key]) is not int or not 0 <= state[key] <= limit:
