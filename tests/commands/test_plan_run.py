@@ -92,6 +92,9 @@ def test_a_plan_names_the_machine_of_its_config_and_says_if_it_has_no_limit(plan
 __all__ = ["small_runs"]
 
 TWO_CARDS = ["--config", "debug.toml", "--device", "rtx4090", "--num-devices", "2"]
+# Little more than the state, which nothing but fewer trained weights or more machines make smaller.
+SMALL_HOST = ["--host-memory-gib", "0.008", "--optimizer.state=compact", "--training.dtype=bfloat16"]
+SMALL_HOST += ["--training.seq_len=16"]
 
 
 def test_a_plan_for_four_machines_shows_the_exchange(plan):
@@ -100,6 +103,12 @@ def test_a_plan_for_four_machines_shows_the_exchange(plan):
     assert "4 machines share each step of 4 micro-batches, at most 1 on each" in out and "no limit was given" in out
     assert re.search(r"(\S+) MiB of gradients out and \1 MiB of weights back per step on the busiest link", out)
     assert re.search(r"\S+ s at 0.81 Gb/s .*, \S+ s of it not hidden by compute; step \S+ s, about", out)
+
+
+def test_a_run_that_no_change_makes_fit_is_told_how_to_try_more_machines(plan):
+    done = plan(*TWO_CARDS, *SMALL_HOST)
+    assert done.returncode == 1 and "--machines.planned N says" in done.stdout
+    assert plan(*TWO_CARDS, *SMALL_HOST, "--machines.planned=2").returncode == 0
 
 
 def test_a_dry_run_plans_for_the_configured_machines_and_a_run_for_its_own(small_runs, capsys):

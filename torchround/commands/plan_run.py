@@ -142,7 +142,10 @@ def plan_with_advice(question: RunQuestion) -> Plan:
 
 def advice(question: RunQuestion) -> Iterator[str]:
     """Yield the changes that help a run most that does not fit: those that change least come first."""
-    yield from (f"  with {setting}: fits" for setting in islice(changes_that_fit(question), MOST_ADVICE))
+    settings = list(islice(changes_that_fit(question), MOST_ADVICE))
+    yield from (f"  with {setting}: fits" for setting in settings)
+    if not settings:
+        yield "  no change of the config makes it fit; --machines.planned N says whether N machines would do"
 
 
 def report_lines(report: PlanReport) -> Iterator[str]:
