@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchround.commands.plan_run import configured_question, known_vocab_size, planned_hardware
+from torchround.commands.plan_run import configured_question, planned_hardware
 from torchround.config import parse_command_line
 from torchround.planning import machine_report
 from torchround.planning.costs import Costs, LayerCost
@@ -60,6 +60,7 @@ LONGEST = ("73K", "49K", "39K", "28K", "31K")  # sequences that they trained on 
 BOUND = tuple(RULES)
 # Line rates of the networks in `machines_table`.
 GBIT_PER_S = (10.0, 25.0, 100.0)
+MACHINE_COUNTS = (1, 2, 4, 8, 16)
 ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
 
 # From RoundPipe's artifact, per model: the layers of each virtual stage of the bound schedules, whose last stage has the
@@ -287,7 +288,7 @@ def asked(model: int, card: str, overrides: Sequence[str] = ()) -> RunQuestion:
         f"--engine.host_memory_gib={HOST_GIB}",
     ]
     options = parse_command_line([*config, *machine, *overrides])
-    return configured_question(options, known_vocab_size(options), planned_hardware(options))
+    return configured_question(options, planned_hardware(options))
 
 
 def counted(model: int, card: str) -> RunQuestion:
@@ -316,7 +317,7 @@ def machines_table() -> str:
     for update in ("sync", "async"):
         questions = [replace(counted(model, "rtx4090"), update=update) for model in range(len(MODELS))]
         plans = [plan_for(question) for question in questions]
-        for count in machine_report.MACHINE_COUNTS:
+        for count in MACHINE_COUNTS:
             cells = [machines_cell(*pair, count) for pair in zip(questions, plans, strict=True)]
             rows.append([f"`{update}`, {count}", *cells])
     return markdown(["mode, machines", *MODELS], rows)
@@ -324,7 +325,9 @@ def machines_table() -> str:
 
 def machines_cell(question: RunQuestion, plan: Plan, count: int) -> str:
     """Write a cell of `machines_table`; one figure if there is nothing to exchange."""
-    grown = replace(question, global_batch_size=count * question.global_batch_size).on_machines(count)
+    # Each machine has as many micro-batches as one alone.
+    batch, machines = count * question.global_batch_size, replace(question.machines, count=count)
+    grown = replace(question, global_batch_size=batch, machines=machines)
     rates = [machine_report.usable_bytes_per_s(gbit) for gbit in GBIT_PER_S]
     tokens = grown.global_batch_size * grown.seq_len
     steps = [machine_report.machine_step_seconds(grown, plan, rate) for rate in rates]

@@ -64,7 +64,6 @@ class Trainer:
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
         self._validation = parts.validation
-        self._validates = config.validation.interval_steps > 0
         self._metrics = MetricsLogger({})
         # The dispatched steps that are not reported yet, and the newest one that is.
         self._under_way: deque[Dispatched] = deque()
@@ -74,8 +73,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
 
-        Raises `RunError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`, after
-        saving what can be saved.
+        Raises `RunError` or one of the run's faults (`FAULTS` in `train_model.py`), after saving what can be saved.
         """
         parts, folder, machines = self._parts, self._folder, self._machines
         newest = self._checkpoints.complete_step()
@@ -96,8 +94,8 @@ class Trainer:
             *(parts.model, self.config.engine, parts.hardware.kind, parts.question.stays_uncompiled)
         )
         self._devices = parts.hardware.make_devices()
-        traces = StepTraces(self.config.trace, folder.path / "trace", self._devices, self._total_steps)
-        self._traces = traces
+        trace_folder = folder.path / "trace"
+        self._traces = StepTraces(self.config.trace, trace_folder, self._devices, self._total_steps)
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         # Each machine has filled what it owns.
@@ -132,18 +130,15 @@ class Trainer:
         """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
         seed, model, config = self.config.run.seed, self._parts.model, self.config
         begins_with = self._parts.pretrained
-        if begins_with is None:
-            say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
-        else:
+        if begins_with is not None:
             say(f"{self._folder.path}: a new run; reading its weights from {begins_with.folder}")
             if config.checkpoint.load == "weights":
                 verify_checkpoint(begins_with.folder, Progress("verifying them", text=size_text).advance)
-        if begins_with is None and config.lora.rank:
-            logger.warning(
-                "lora.rank = %d: the frozen weights below the adapters are random, so there is little to learn; give "
-                "the folder of a released or exported model (model.hf_path)",
-                config.lora.rank,
-            )
+        else:
+            say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
+            if config.lora.rank:
+                text = "the frozen weights below the adapters are random, so there is little to learn; give the folder"
+                logger.warning("lora.rank: %s of a released or exported model (model.hf_path)", text)
         progress = Progress("initialising layers", len(model.layers))
         read = None if begins_with is None else begins_with.load
         self.store.initialize(model, seed, read, progress.advance)
@@ -265,7 +260,7 @@ class Trainer:
         """
         bad = self._bad_steps.error
         may_validate = is_over and not is_stopped and bad is None
-        if may_validate and self._validates and self._under_way:
+        if may_validate and self.config.validation.interval_steps and self._under_way:
             self._validate(engine)
         self._report(leave=0)
         self._checkpoints.finish_saves()

@@ -105,9 +105,10 @@ def test_a_plan_for_four_machines_shows_the_exchange(plan):
     assert re.search(r"\S+ s at 0.81 Gb/s .*, \S+ s of it not hidden by compute; step \S+ s, about", out)
 
 
-def test_a_run_that_does_not_fit_one_machine_is_told_how_many_would_do(plan):
+def test_a_run_that_no_change_makes_fit_is_told_how_to_try_more_machines(plan):
     done = plan(*TWO_CARDS, *SMALL_HOST)
-    assert done.returncode == 1 and "  with 2 such machines: fits\n" in done.stdout
+    assert done.returncode == 1 and "--machines.planned N says" in done.stdout
+    assert plan(*TWO_CARDS, *SMALL_HOST, "--machines.planned=2").returncode == 0
 
 
 def test_a_dry_run_plans_for_the_configured_machines_and_a_run_for_its_own(small_runs, capsys):

@@ -171,7 +171,7 @@ def test_the_longest_sequence_of_each_published_model_is_as_long_as_without_keep
     machine = ["--machines.card=rtx4090", "--engine.num_devices=8", "--engine.host_memory_gib=745"]
     options = parse_command_line(["--config", path, "--engine.compile", "false", *machine])
     card = planned_hardware(options)
-    question = configured_question(options, None, card)
+    question = configured_question(options, card)
     assert question.keep_rule().is_open
     tokens = longest_tokens(replace(question, keep_activations="none"))
     assert longest_tokens(question) == tokens > 0

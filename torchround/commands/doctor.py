@@ -1,9 +1,7 @@
 """Say what this machine has, and which of the shipped configs it can train.
 
-    torchround doctor
-    torchround doctor --config NAME.toml
-
 Every config is planned for the devices and the memory that are free now. Nothing is trained, and nothing is written.
+`python train.py --config NAME.toml --dry-run` does the same for a config of your own.
 """
 
 import os
@@ -20,9 +18,8 @@ import torch
 from torchround.accelerators import present_kind
 from torchround.commands import new_parser
 from torchround.commands.configured_model import MISTAKES, end_with_message
-from torchround.commands.plan_run import configured_question, known_vocab_size
-from torchround.config import ConfigError, EngineTable, parse_command_line
-from torchround.config.load import find_config
+from torchround.commands.plan_run import configured_question
+from torchround.config import EngineTable, parse_command_line
 from torchround.engine.errors import EngineError
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import report_plan
@@ -34,28 +31,21 @@ NAME_WIDTH = 27  # in characters
 
 
 def main(arguments: list[str]) -> int:
-    """Print the facts. Returns the exit code: 2 for a mistake in the arguments, otherwise 0, whatever fits."""
-    parser = new_parser(__doc__)
-    text = "plan this instead of the shipped configs"
-    parser.add_argument("--config", action="append", metavar="NAME.toml", default=[], help=text)
-    options = parser.parse_args(arguments)
-    return end_with_message(lambda: look(options.config), (ConfigError,))
+    new_parser(__doc__).parse_args(arguments)
+    return end_with_message(look, ())
 
 
-def look(names: list[str]) -> int:
-    # The clone that this package is in has configs; an installed package has none.
-    shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
-    configs = [find_config(name) for name in names] or shipped
+def look() -> int:
     for name, text in machine_facts():
         say(f"{name:<{NAME_WIDTH}}{text}")
     say("\nconfigs, planned for these devices and the memory that is free now")
-    for config in configs:
+    # The clone that this package is in has configs; an installed package has none.
+    for config in sorted((Path(__file__).parents[2] / "configs").glob("*.toml")):
         say(f"{config.name:<{NAME_WIDTH}}{config_text(config)}")
     return 0
 
 
 def machine_facts() -> Iterator[tuple[str, str]]:
-    """Yield what this machine has. What cannot be used says so."""
     yield "system", f"{platform.system()} {platform.release()} on {platform.machine()}"
     yield "software", f"Python {sys.version.split()[0]}, torch {torch.__version__}"
     yield "processors", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
@@ -81,7 +71,7 @@ def config_text(path: Path) -> str:
     try:
         options = parse_command_line(["--config", str(path)])
         found = find_hardware(options.config.engine)
-        question = configured_question(options, known_vocab_size(options), found)
+        question = configured_question(options, found)
         answer = report_plan(question)
     except (*MISTAKES, EngineError, RuntimeError) as error:
         reason, *_ = str(error).split("\n")  # after PyTorch's reasons follows advice to programmers

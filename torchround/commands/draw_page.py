@@ -15,7 +15,6 @@ from torchround.untrusted.terminal import say
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the page. Returns the exit code: 2 if a folder has no metrics or the file cannot be written."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, with metrics.jsonl")

@@ -58,35 +58,31 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def token_ids(tokenizer: Tokenizer, with_chats: bool) -> dict[str, Any]:
-    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` of a model that was trained with the tokenizer.
+    """Choose the special tokens of a model that was trained with the tokenizer.
 
-    Text ends with the token that ends a document. After training on chats it also ends with the one that ends the
-    assistant's turn; then `eos_token_id` is a list.
+    After training on chats text also ends with the token that ends the assistant's turn; then `eos_token_id` is a list.
     """
-    ends = [tokenizer.eos_id]
-    turn_end = turn_end_id(tokenizer) if with_chats else None
-    if turn_end is not None and turn_end not in ends:
-        ends.append(turn_end)
+    ends = list(dict.fromkeys([tokenizer.eos_id, *(turn_ends(tokenizer) if with_chats else [])]))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     return {**ids, "pad_token_id": tokenizer.pad_id}
 
 
-def turn_end_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends the assistant's turn in the chat template; None without a template."""
+def turn_ends(tokenizer: Tokenizer) -> list[int]:
+    """Find the token that ends the assistant's turn in the chat template. Without a template there is none."""
     chat = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
     try:
         spans = ChatTemplate(tokenizer)(chat)
     except (TokenizerError, DataError):
-        return None  # no template, or one that no chat of the run was written with
+        return []  # no template, or one that no chat of the run was written with
     ends = [span.text for span in spans if span.learn and span.special]
-    return tokenizer.special_id(ends[-1]) if ends else None
+    return [tokenizer.special_id(text) for text in ends[-1:]]
 
 
 def generation_content(base: str | None, ids: Mapping[str, Any], same_tokens: bool) -> dict[str, Any]:
-    """Return the content of `generation_config.json`: the base's settings, and the ids of special tokens.
+    """Put the ids of special tokens into the base's settings of generation. Raises `HFError`.
 
     `same_tokens`: the run kept the base's tokenizer. The base's own ids then stay, and the ends that training has added
-    join them. Otherwise they are ids of another vocabulary. Raises `HFError`.
+    join them. Otherwise they are ids of another vocabulary.
     """
     content = {} if base is None else _read(base, GENERATION_FILE)
     found = {key: value for key, value in ids.items() if value is not None}
@@ -105,9 +101,7 @@ def _as_list(ids: Any) -> list[int]:
 
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a text: of a document, of a turn in a chat, and what the model's folder names."""
-    ends = [tokenizer.eos_id]
-    if tokenizer.template.text is not None and (end := turn_end_id(tokenizer)) is not None:
-        ends.append(end)
+    ends = [tokenizer.eos_id, *turn_ends(tokenizer)]
     table, base = config.tokenizer, config.model.hf_path
     # A tokenizer from elsewhere has other ids. The settings of generation come before the model's.
     if base is not None and table.path in (None, base) and table.name is None:

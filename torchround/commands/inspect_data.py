@@ -24,7 +24,6 @@ CHARACTERS_SHOWN = 160
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print all of it. Returns the exit code: 2 for a mistake in the config or in the data."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--config", required=True, help="the run's TOML file")

@@ -4,8 +4,7 @@
     torchround checkpoint verify outputs/my-run
 
 The folder is a run's, or its `checkpoints`; `verify` also takes one checkpoint, reads every byte and compares checksums.
-
-Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an argument cannot be used.
+The exit code is 1 if a checkpoint is damaged.
 """
 
 import logging
@@ -92,7 +91,6 @@ def verify(folder: Path) -> int:
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Return the folder `checkpoints` of a run; the run's folder and `checkpoints` itself are both accepted."""
     folder = folder.absolute()
     found = folder if folder.name == RUN_SUBFOLDER else folder / RUN_SUBFOLDER
     if not found.is_dir():

@@ -7,6 +7,7 @@ follow, as for train.py: `--training.seq_len 8192`. Nothing is allocated.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 
@@ -18,7 +19,7 @@ from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.layer import LayeredModel
 from torchround.planning.cards import device_names, find_device
-from torchround.planning.machine_report import fewest_machines, report_exchange, usable_bytes_per_s
+from torchround.planning.machine_report import report_exchange, usable_bytes_per_s
 from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
 from torchround.planning.plan import Plan, text_table
 from torchround.planning.plan_report import (
@@ -57,21 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse_command_line(["--config", given.config, *overrides])
         machine = planned_hardware(options)
         with deterministic_operations(options.config.training.deterministic):
-            question = configured_question(options, known_vocab_size(options), machine)
-            answer = report_plan(question)
+            answer = report_plan(configured_question(options, machine))
             show_plan(machine, answer)
         return 0 if answer.plan is not None else 1
 
     return end_with_message(plan, MISTAKES)
 
 
-def configured_question(options: Options, vocab_size: int | None, hardware: Hardware) -> RunQuestion:
-    """Return the planner's question for the configured run on `hardware`.
+def configured_question(options: Options, hardware: Hardware) -> RunQuestion:
+    """Describe the configured run on `hardware` for the planner. Nothing is downloaded, and the tokenizer may be missing.
 
-    `vocab_size` as in `build_model`. The pretrained files are read only if weights stay in them, so that a plan needs no
-    download.
+    The pretrained files are read only if weights stay in them. Raises `TokenizerError`.
     """
-    config = options.config
+    config, vocab_size = options.config, None
+    with suppress(MissingTokenizerError):
+        vocab_size = build_tokenizer(config.tokenizer, config.model.hf_path).vocab_size
     model = build_model(options, vocab_size)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
     return question_of(config, model, hardware, mapped, planned_machines(config.machines))
@@ -84,7 +85,7 @@ def question_of(
     mapped: Collection[str],
     machines: PlannedMachines = ONE_MACHINE,
 ) -> RunQuestion:
-    """Return the planner's question for a model that is built already; the last two arguments as in `run_question`."""
+    """Describe the run of a model that is built already; the last two arguments are as in `run_question`."""
     return run_question(
         model,
         RunNumbers(config.training, config.engine, config.optimizer),
@@ -94,14 +95,6 @@ def question_of(
         loader_bytes_for=partial(loader_bytes, config.data),
         machines=machines,
     )
-
-
-def known_vocab_size(options: Options) -> int | None:
-    """Return the vocabulary's size; None if the tokenizer is not here: a plan downloads nothing. Raises `TokenizerError`."""
-    try:
-        return build_tokenizer(options.config.tokenizer, options.config.model.hf_path).vocab_size
-    except MissingTokenizerError:
-        return None
 
 
 def planned_hardware(options: Options) -> Hardware:
@@ -138,7 +131,7 @@ def show_plan(machine: Hardware, answer: PlanReport) -> None:
 
 
 def plan_with_advice(question: RunQuestion) -> Plan:
-    """Return the plan of a run. Raises `InfeasiblePlanError` with the changes that would help."""
+    """Plan a run. Raises `InfeasiblePlanError` with the changes that would help."""
     try:
         return plan_for(question)
     except InfeasiblePlanError as error:
@@ -150,9 +143,9 @@ def plan_with_advice(question: RunQuestion) -> Plan:
 def advice(question: RunQuestion) -> Iterator[str]:
     """Yield the changes that help a run most that does not fit: those that change least come first."""
     settings = list(islice(changes_that_fit(question), MOST_ADVICE))
-    if len(settings) < MOST_ADVICE and (machines := fewest_machines(question)):
-        settings.append(f"{machines} such machines")
     yield from (f"  with {setting}: fits" for setting in settings)
+    if not settings:
+        yield "  no change of the config makes it fit; --machines.planned N says whether N machines would do"
 
 
 def report_lines(report: PlanReport) -> Iterator[str]:

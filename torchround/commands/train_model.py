@@ -2,8 +2,8 @@
 
     python train.py --config debug.toml --training.steps 100
 
-Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in the launch; 128 + n stopped by signal n,
-after saving. The machines of one run end with the same code, except that 1 may stand for a mistake of another machine.
+docs/getting_started.md has the exit codes. The machines of one run end with the same one, except that 1 may stand for a
+mistake of another machine.
 """
 
 import logging
@@ -17,11 +17,7 @@ from pathlib import Path
 import torch
 
 from torchround.accelerators import deterministic_operations
-from torchround.checkpoint import (
-    CheckpointError,
-    MachineTeam,
-    checkpoint_name,
-)
+from torchround.checkpoint import CheckpointError, MachineTeam, checkpoint_name
 from torchround.commands import configured_model
 from torchround.commands.configured_model import (
     build_model,
@@ -77,7 +73,6 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Do what the command line says. Raises the errors that `main` turns into messages."""
     is_first = os.environ.get("RANK", "0") == "0"
     # The other processes of a launch print errors alone.
     with nullcontext() if is_first else open(os.devnull, "w") as out, redirect_stdout(out or sys.stdout):
@@ -193,13 +188,10 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
         loader.load_state_dict(beginning)
         reading_order.logger.setLevel(level)
     steps = max(steps + counted.done, 1)
-    text, warmup = (
-        f"data.epochs = {config.data.epochs} makes {steps:,} steps",
-        config.lr_schedule.warmup_steps,
-    )
-    if warmup >= steps:
-        given = f"given {warmup}, and {text}; legal: at most {steps - 1}"
-        raise options.error("lr_schedule.warmup_steps", given)
+    text = f"data.epochs = {config.data.epochs} makes {steps:,} steps"
+    if (warmup := config.lr_schedule.warmup_steps) >= steps:
+        legal = f"legal: at most {steps - 1}"
+        raise options.error("lr_schedule.warmup_steps", f"given {warmup}, and {text}; {legal}")
     say(f"steps    {text}")
     return steps
 
@@ -265,9 +257,6 @@ def description(parts: RunParts) -> str:
         lines += [f"machines {names}", f"network  {exchange_text(parts.question, parts.plan)}"]
     if parts.pretrained is not None and (text := parts.pretrained.carried_text()):
         lines.append(f"frozen   {text}")
-    if config.lora.map_base:
-        mapped_bytes = sum(tensor.memory.nbytes for each in parts.mapped.values() for tensor in each)
-        lines.append(f"mapped   {size_text(mapped_bytes)} of frozen weights stay in their files")
     return "\n".join(lines)
 
 

@@ -7,8 +7,6 @@
 released model or an export. The model passes through the devices in parts, so it may be larger than a device. Any key of
 a config can be added, such as `--engine.num_devices 2` or `--lora.path ADAPTERS` with `--lora.rank`; `--training.seq_len`
 is the length of the windows of a scored text, `--training.dtype` the type to compute in.
-
-Exit codes: 0 done; 1 a fault; 2 a mistake in the arguments or in what they name; 130 stopped by Control-C.
 """
 
 import argparse
@@ -77,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command's own flags. Returns them and the rest, which are overrides of the configuration."""
+    """Parse the command's own flags. The rest are overrides of the configuration."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
@@ -107,7 +105,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Do what the command line asks for, and print it. Raises the errors that `main` turns into messages."""
     given = dict(parse_overrides(overrides))
     if options.perplexity is not None:
         source = {"path": options.perplexity, "content": options.content, "field": options.field}
@@ -196,10 +193,9 @@ class TriedModel:
 
 
 def model_of_run(folder: Path, step: int | None, given: Mapping[str, Any]) -> TriedModel:
-    """Open the checkpoint of `step`, otherwise the newest one, of the run in `folder`.
+    """Open the checkpoint of `step`, otherwise the newest one, of the run in `folder`. `given` are values of dotted keys.
 
-    `given` are values of dotted keys. Every byte of the checkpoint is compared with its checksums. Raises `ConfigError`,
-    `CheckpointError`, `TokenizerError`, `ModelConfigError` or `HFError`.
+    Raises `CheckpointError` for a byte that differs from its checksum, or one of `MISTAKES`.
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -313,10 +309,7 @@ class ScoredText:
 def prompts_of(
     texts: Sequence[str], tokenizer: Tokenizer, with_chat: bool, key: str = "--prompt"
 ) -> list[Prompt]:
-    """Return the prompts of `key`. With `with_chat` the chat template writes each as a user's message.
-
-    Raises `ConfigError` for an empty prompt, `DataError` for a template that fails.
-    """
+    """Encode prompts, with `with_chat` as user's messages. Raises `ConfigError` or `DataError`, which name `key`."""
     if not all(texts):
         raise ConfigError([f"{key}: an empty prompt; legal: some text"])
     if not with_chat or not texts:

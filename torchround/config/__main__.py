@@ -32,7 +32,6 @@ TOML is a string. `--print-config` prints the result.
 
 
 def page() -> str:
-    """Write the content of docs/configuration.md: each table, and each of its keys with what is legal and its default."""
     text = PAGE_HEAD
     for title, table in _tables():
         text += f"\n## {title}\n\n{cleandoc(table.__doc__ or '')}\n"
@@ -47,7 +46,6 @@ def page() -> str:
 
 
 def _tables() -> Iterator[tuple[str, type[Table]]]:
-    """Yield each table with its title. The optimizers' follow each other."""
     for name, info in Config.model_fields.items():
         if name != "optimizer":
             yield f"`[{name}]`", cast(type[Table], info.annotation)

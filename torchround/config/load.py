@@ -42,7 +42,6 @@ class Options:
         return config_error(self.raw.source_of(key), key, message)
 
     def unknown_name(self, key: str, given: str, known: Iterable[str]) -> ConfigError:
-        """Make the error of a name that is not among the known ones."""
         legal = " or ".join(map(show, sorted(known)))
         return self.error(key, f"given {show(given)}; legal: {legal}{nearest(given, known)}")
 

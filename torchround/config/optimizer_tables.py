@@ -73,7 +73,6 @@ def optimizer_tables() -> dict[str, type[OptimizerTable]]:
 
 
 def table_for(given: Any) -> type[OptimizerTable]:
-    """Return the table that checks the keys given in `[optimizer]`: the one of its `name`, otherwise AdamW's."""
     name = given.get("name") if isinstance(given, dict) else None
     return optimizer_tables().get(name, AdamWTable) if isinstance(name, str) else AdamWTable
 

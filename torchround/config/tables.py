@@ -239,18 +239,16 @@ class TrainingTable(Table):
     clip: Literal["global", "layer"] = "global"
     """`max_norm` bounds the norm of the whole gradient, or of each layer's, times the root of its share of the parameters."""
 
-    on_spike: Literal["off", "skip", "stop"] = "off"
+    on_spike: Literal["off", "skip"] = "off"
     """Reaction to a loss or gradient norm (in `bounded` the loss alone) of more than 10 median absolute deviations above the
-    median of the last 100 good steps. `skip`: no update. `stop`: also, the run ends with exit code 1 after a checkpoint.
-    Updates that are not finite are always left out."""
+    median of the last 100 good steps. `skip`: no update. Updates that are not finite are always left out."""
 
     max_skipped_steps: PositiveInt = 10
     """Bad steps in a row (spikes, or not finite) after which the run ends with exit code 1, a diagnosis and a checkpoint."""
 
     @property
     def num_steps(self) -> int:
-        """Return `steps`. A run sets it before it builds anything that needs it (`commands/train_model.py`)."""
-        assert self.steps is not None, "the steps of data.epochs have not been counted yet"
+        assert self.steps is not None, "the steps of data.epochs have not been counted yet (`train_model.py`)"
         return self.steps
 
 
@@ -423,9 +421,6 @@ class PlanTable(Table):
     rounds: PositiveInt | None = None
     """Rounds of a step, at most the number of micro-batches. Default: `engine.rounds`."""
 
-    kept: Many[Many[KeptPart]] | None = None
-    """The parts of each layer whose results are kept. Default: as `engine.keep_activations` says."""
-
 
 class EngineTable(Table):
     """Devices, update rule, memory, number formats and the plan. Weights and optimizer state stay in host memory."""
@@ -523,5 +518,4 @@ class Config(Table):
 
     @property
     def num_micro_batches(self) -> int:
-        """Return M, the micro-batches of one step: `ceil(global_batch_size / micro_batch_size)`."""
         return -(-self.training.global_batch_size // self.training.micro_batch_size)

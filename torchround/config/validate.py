@@ -162,7 +162,6 @@ def _unknown(raw: RawConfig, key: str, given: Any) -> str:
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of each table, in the order of the documentation."""
     tables = {name: cast(type[Table], info.annotation) for name, info in Config.model_fields.items()}
     keys = {name: tuple(table.model_fields) for name, table in tables.items()}
     every_optimizer = (key for table in optimizer_tables().values() for key in table.model_fields)
@@ -233,8 +232,6 @@ def _update_conflicts(config: Config) -> Iterator[tuple[str, str]]:
         legal = 'training.clip = "layer", or training.max_norm = 0'
         yield "engine.update training.clip training.max_norm", legal
     if not optimizer.updates_by_layer:
-        legal = "updates of this optimizer need the devices, which would wait for each gradient"
-        yield (
-            "engine.update optimizer.name",
-            f"{modes_where(lambda mode: not mode.updates_by_layer)}: {legal}",
-        )
+        others = modes_where(lambda mode: not mode.updates_by_layer)
+        legal = f"{others}: updates of this optimizer need the devices, which would wait for each gradient"
+        yield "engine.update optimizer.name", legal

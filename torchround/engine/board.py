@@ -338,7 +338,6 @@ class Watchdog:
         self._looks = 0
 
     def wait_for(self, flag: Flag, words: object = None) -> None:
-        """Wait for a flag, as `Board.wait_for` does. Reports say `words` in place of the flag's own."""
         # No count of moves is negative, so the first look finds movement and begins to count afresh.
         self._last_moves = -1
         self._board.wait_for(flag, words or flag, self._look, self._timeout_s / LOOKS)
@@ -378,7 +377,6 @@ class Watchdog:
             self._board.fail(HangError(self._timeout_s, self._report()))
 
     def _report(self) -> list[str]:
-        """Return a line for each thread; below a device's thread, a line for each of its queues that is not empty."""
         waiting = self._board.waiting()
         caller = threading.current_thread()
         lines = [f"{caller.name} (the call in progress): {waiting.get(caller.name, 'looks around')}"]

@@ -245,7 +245,6 @@ class CompiledShape:
     def backward(
         self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Differentiate by each leaf of `inner`."""
         pairs = [
             (output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad
         ]
@@ -300,7 +299,6 @@ class ReturnedTensor(NamedTuple):
     offset: int
 
     def view_of(self, source: Tensor) -> Tensor:
-        """View the tensor in its source, which is the source itself if it is the whole of it."""
         if source.dtype != self.dtype:
             size = self.dtype.itemsize
             source = source[: source.nbytes // size * size].view(self.dtype)

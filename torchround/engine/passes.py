@@ -188,11 +188,10 @@ class StepResult:
         return mean_loss(sums, self.num_labels)
 
     def loss_sums(self) -> list[float]:
-        """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
         return [float(tensors[0]) for tensors, _ in self._read_results()]
 
     def outputs(self) -> list[Hidden]:
-        """Return what the last layer returned for each micro-batch, in host memory of its own, after `Engine.forward`."""
+        """Copy what the last layer returned for each micro-batch into host memory of its own, after `Engine.forward`."""
         if not self.shape.gives_outputs:
             raise EngineUsageError("this pass has a loss(); outputs are those of Engine.forward")
         return [unflatten(*each) for each in self._read_results()]
@@ -210,7 +209,6 @@ class StepResult:
         return self._wait(self._updated)
 
     def reports(self) -> list[StageReport]:
-        """List what the devices measured in each stage slot, in dispatch order."""
         if self._reports is None:
             self._reports = [self._wait(report) for report in self._enqueued]
         return self._reports

@@ -228,13 +228,11 @@ class Program:
         self.open_pass, self.rounds = None, 0
 
     def _declare_deferred(self, slot: int) -> None:
-        """Declare the deferred update, if there is one. Its direction jobs have slots from `slot` on."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._update(deferred, slot)
 
     def defers(self, step: int) -> bool:
-        """Tell whether the update of a step is deferred and not declared yet."""
         return self._deferred is not None and step >= self._deferred.step
 
     def make_way(self, stages: list[StageTask]) -> list[StageTask]:

@@ -69,10 +69,9 @@ class Save(Generic[T]):
                 own, accesses = accesses[:each], accesses[each:]
                 self._unread |= dict.fromkeys(views, (set(views), own))
 
-    # What `write` calls.
+    # What `write` calls, as a `SaveWatch`.
 
     def raise_if_abandoned(self) -> None:
-        """Raise `Stopped` if the engine has ended."""
         self._board.note_progress()
         self._board.raise_if_stopped()
 
@@ -80,7 +79,6 @@ class Save(Generic[T]):
         self._board.observer.touched(reads=[tensor], writes=())
 
     def finished_reading(self, name: str) -> None:
-        """Let the bundle be updated once none of its tensors is read again."""
         unread, accesses = self._unread.pop(name, (set[str](), []))
         unread.discard(name)
         for access in accesses if not unread else ():

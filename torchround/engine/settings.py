@@ -46,7 +46,6 @@ class EngineSettings:
         partition: Partition,
         optimizer: OptimizerTable | HostOptimizer,
     ) -> Iterator[str]:
-        """Yield why these do not fit together, if they do not."""
         if partition.num_layers != len(model.layers):
             yield f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
         if self.kept and len(self.kept) != partition.num_layers:

@@ -63,7 +63,6 @@ class Updater(Worker):
         num_devices: int,
         exchange: StepExchange,
     ) -> None:
-        """Raises `HostOptimizerError` if a `HostOptimizer` cannot take the weights of the store."""
         super().__init__("torchround optimizer", "optimizer worker", board, self.fault)
         self._store = store
         self._pool = pool
@@ -278,7 +277,6 @@ class Updater(Worker):
         decision.report.bundles += (Span(SpanKind.UPDATE, start, Mark(), layers=range(first, first + 1)),)
 
     def write_stale(self, bundle: Bundle, step: int) -> None:
-        """Write stale device weights, after the forward of the step has uploaded the version before."""
         # From here on a checkpoint would lack the older device weights, or mix them with newer ones.
         self._mark()
         self._store.derive_device_weights(bundle, step)

@@ -4,20 +4,17 @@ A plan takes the exchange as hidden. This module simulates it beside the plan's 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchround.planning.exchange_time import Exchange, ExchangedBundle, exchange_step_seconds
 from torchround.planning.machine_shares import step_share
 from torchround.planning.partition import split_evenly
 from torchround.planning.plan import Plan
-from torchround.planning.plan_report import fits
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.stage_times import LayerSums
 
 # Share of a network's line rate that carries data.
 USABLE_RATE = 0.9
-# Numbers of machines that are tried for a run that does not fit.
-MACHINE_COUNTS = (1, 2, 4, 8, 16)
 
 
 def usable_bytes_per_s(gbit_per_s: float) -> float:
@@ -80,15 +77,3 @@ def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) 
     launches_s = sum(sizes) * question.costs().launch_s
     stepped_s = exchange_step_seconds(times, sizes, question.num_devices, exchange, plan.stale_layers)
     return max(stepped_s, launches_s)
-
-
-def fewest_machines(question: RunQuestion) -> int | None:
-    """Return the fewest machines, of `MACHINE_COUNTS`, on which a run fits that does not; None if none do.
-
-    More machines share the state in host memory. They do not help devices that are too small.
-    """
-    for count in MACHINE_COUNTS:
-        more = replace(question, given=None).on_machines(count)
-        if question.machines.count < count <= more.step_micro_batches and fits(more):
-            return count
-    return None

@@ -105,13 +105,6 @@ class RunQuestion:
         """Sequences of the first micro-batch. If the batch does not divide evenly, the first ones get one more."""
         return -(-self.global_batch_size // self.step_micro_batches)
 
-    def on_machines(self, count: int) -> "RunQuestion":
-        """Return the same run on another number of machines. A round has at least one micro-batch, so rounds may be fewer."""
-        changed = replace(self, machines=replace(self.machines, count=count))
-        if isinstance(self.rounds, int):
-            changed = replace(changed, rounds=min(self.rounds, changed.num_micro_batches))
-        return changed
-
     def uncompiled(self) -> "RunQuestion":
         """Return the question without compiled layers, if that is a choice, otherwise as it is."""
         if self.uncompiled_costs_for is None:

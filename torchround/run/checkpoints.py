@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torchround.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
-    NoSpaceError,
     SaveWatch,
     checkpoint_name,
     verify_checkpoint,
@@ -30,13 +29,10 @@ from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.resume import find_checkpoint, warn_of_changes
 from torchround.run.run_folder import RunError, RunFolder
-from torchround.run.validation import ValidationProgress, best_of, kept_losses
+from torchround.run.validation import LARGEST, ValidationProgress, best_of, kept_losses
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
-
-MOST_TOKENS = 2**62  # a count above it is none that a run saved
-RETRY_S, MOST_WAIT_S = 10, 60  # between two tries of the last save on a full disk, and in all
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class RunCheckpoints:
         state = loaded.state
         try:
             loader.load_state_dict(state["data"])
-            most = {"tokens": MOST_TOKENS, "applied_updates": loaded.step, "skipped_steps": loaded.step}
+            most = {"tokens": LARGEST, "applied_updates": loaded.step, "skipped_steps": loaded.step}
             for key, limit in most.items():
                 # Not isinstance: JSON's true is an int in Python.
                 if type(state[key]) is not int or not 0 <= state[key] <= limit:
@@ -182,19 +178,14 @@ class RunCheckpoints:
             self._report(*self._under_way.popleft())
 
     def save_now(self, engine: Engine) -> None:
-        """Save the newest dispatched step, and wait. A full disk is tried again for a minute. Raises `CheckpointError`."""
+        """Save the newest dispatched step, and wait. Raises `CheckpointError`."""
         self.finish_saves()
-
-        def save() -> None:
+        # If the data ends, the newest step is validated then, and it may have been saved before.
+        if (self.position.step, self.position.validation) != (self.saved_step, self._saved_validation):
             self.begin_save(engine)
             # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
             position, pending = self._under_way.popleft()
             self._note_saved(position, pending.result())
-
-        # If the data ends, the newest step is validated then, and it may have been saved before.
-        position = self.position
-        if (position.step, position.validation) != (self.saved_step, self._saved_validation):
-            save_with_patience(save)
 
     def end_saves(self) -> None:
         """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
@@ -277,27 +268,12 @@ class RunCheckpoints:
         say(line)
 
 
-def save_with_patience(save: Callable[[], object], sleep: Callable[[float], object] = time.sleep) -> None:
-    """Call `save`. While the disk has no room for it, try again every `RETRY_S` seconds, for `MOST_WAIT_S` at most."""
-    for waited_s in range(0, MOST_WAIT_S + 1, RETRY_S):
-        try:
-            save()
-        except NoSpaceError as error:
-            if waited_s == MOST_WAIT_S:
-                raise
-            if waited_s == 0:
-                logger.warning("%s. Free some space: it is tried again for %d s", error, MOST_WAIT_S)
-            sleep(RETRY_S)
-        else:
-            return
-
-
 def _is_older_weight(name: str) -> bool:
     return name.startswith(OLDER_WEIGHTS)
 
 
 def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: int) -> list[str]:
-    """Return the names of the older device weights that a checkpoint of this run would hold."""
+    """Name the older device weights that a checkpoint of this run would hold."""
     names = [name for name in views if _is_older_weight(name)]
     if not store.policy.updates_by_layer:
         return names
@@ -311,7 +287,6 @@ def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: 
 
 
 def _stale_layers(store: HostStore, state: Mapping[str, Any]) -> int:
-    """Return the number of stale layers in a checkpoint's state, 0 if it is not of `bounded`. Raises `ValueError`."""
     number = state.get("stale_layers", 0)
     if type(number) is not int or not 0 <= number < len(store.locations):
         raise ValueError(f"stale_layers is {str(number)[:100]}")

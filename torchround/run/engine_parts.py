@@ -75,7 +75,7 @@ class RunParts:
         return replace(self, question=question, plan=plan_for(question))
 
     def step_meter(self, devices: Sequence[Device], skipped_steps: int) -> StepMeter:
-        """Make the meter of the run's steps, of which `skipped_steps` were skipped before. All machines make theirs."""
+        """Make the meter of the run's steps. All machines make theirs at the same time."""
         training, spec = self.config.training, self.hardware.spec
         peak = None if spec is None else spec.flops_per_s(training.dtype, training.fp16_accumulation)
         return StepMeter(
@@ -106,7 +106,6 @@ def build_store(
     mapped: Mapping[str, Sequence[FileTensor]] | None = None,
     ownership: Ownership | None = None,
 ) -> HostStore:
-    """Allocate the host store, without initial weights. `mapped` and `ownership` as in `HostStore`."""
     # With an optimizer that cannot predict, nothing corrects the delay.
     predicts = numbers.engine.delay_correction != "none" and numbers.optimizer.can_predict
     store = HostStore(
@@ -119,7 +118,8 @@ def build_store(
         ownership=ownership,
         optimizer=make_optimizer(numbers.optimizer),
     )
-    store.spikes = SpikeBounds(numbers.spike_factor)
+    # Deviations from the median above which a step is a spike; 0 finds none.
+    store.spikes = SpikeBounds(0.0 if numbers.training.on_spike == "off" else 10.0)
     return store
 
 

@@ -77,8 +77,7 @@ class Hardware:
 def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Hardware:
     """Find what `[engine]` asks for on this machine, within this process's share of its host; None is the whole host.
 
-    Free memory is divided. Limits that the table gives are each process's own. Raises
-    `EngineUsageError` if the table asks for devices that are not here.
+    Free memory is divided; limits of the table are each process's own. Raises `EngineUsageError` for devices not here.
     """
     share = host_share or HostShare()
     kind = _asked_for(table)
@@ -124,13 +123,11 @@ def available_host_bytes() -> int:
 
 
 def _asked_for(table: EngineTable) -> AcceleratorKind | None:
-    """Return the accelerators that `engine.devices` asks for, None for virtual devices on the CPU."""
-    here = present_kind()
-    if table.devices == "auto":
-        return here
+    """Find the accelerators that `engine.devices` asks for; None stands for virtual devices on the CPU."""
     if table.devices == "cpu":
         return None
-    if here is None or here.name != table.devices:
+    here = present_kind()
+    if table.devices != "auto" and (here is None or here.name != table.devices):
         raise EngineUsageError(_not_legal(table.devices, [here.name] if here else []))
     return here
 

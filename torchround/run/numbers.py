@@ -29,7 +29,7 @@ from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCo
 from torchround.planning.keep_rule import kept_whole
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.partition import KeptNames, Partition
-from torchround.planning.plan import Plan, kept_before
+from torchround.planning.plan import Plan
 from torchround.planning.plan_report import fits, plan_for
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.rates import CardRates, costs_from_work, launch_seconds
@@ -69,11 +69,6 @@ class RunNumbers:
         """Type that devices add gradients up in."""
         return DTYPES[self.engine.accumulate_dtype]
 
-    @property
-    def spike_factor(self) -> float:
-        """Deviations from the median above which a step is a spike; 0 finds none."""
-        return 0.0 if self.training.on_spike == "off" else 10.0
-
 
 def run_question(
     model: LayeredModel,
@@ -97,7 +92,7 @@ def run_question(
             f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
         )
     bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))
-    updates, rule_of = optimizer_costs(model, bundles, numbers.optimizer, engine, numbers.dtype)
+    updates, rule_of = optimizer_costs(model, bundles, numbers)
     counts = parameter_counts(bundles, mapped, rule_of)
     # By layer, the matrices that devices orthogonalise for its update.
     matrices: list[list[torch.Size]] = [[] for _ in model.layers]
@@ -177,8 +172,9 @@ def given_plan(
     """
     given = engine.plan
     stale_layers = None if engine.stale_layers == "auto" else engine.stale_layers
+    kept = None
     if given is None:
-        return None, stale_layers, None
+        return None, stale_layers, kept
     if isinstance(given, str):
         try:
             plan = Plan.from_json(Path(given).read_text())
@@ -187,11 +183,11 @@ def given_plan(
         if stale_layers is None and plan.update == engine.update:
             stale_layers = plan.stale_layers
         partition, rounds = plan.partition, plan.rounds
-        kept = plan.kept if engine.keep_activations == "auto" else None
+        if engine.keep_activations == "auto":
+            kept = plan.kept
     else:
         rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
         partition = Partition.from_lists(given.forward, given.fused, given.backward)
-        kept = None if given.kept is None else kept_before(partition, given.kept)
     if partition.num_layers != num_layers:
         raise EngineUsageError(
             f"engine.plan covers {partition.num_layers} layers, the model has {num_layers} (embedding and head included)"
@@ -258,10 +254,7 @@ def layer_works(
 
 
 def compiles_layers(table: EngineTable, kind: str) -> bool:
-    """Return whether `engine.compile` asks for compiled layers on devices of a kind.
-
-    `"auto"` asks for them on accelerators that Inductor writes code for. A compiler may still be missing there.
-    """
+    """Compile on `"auto"` where Inductor writes code for the kind. A compiler may still be missing there."""
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
 
 
@@ -281,9 +274,7 @@ def num_parameters(model: LayeredModel) -> tuple[int, int]:
 
 
 def parameter_counts(
-    bundles: Sequence[Bundle],
-    mapped: Collection[str] = (),
-    rule_of: Mapping[str, int] = MappingProxyType({}),
+    bundles: Sequence[Bundle], mapped: Collection[str] = (), rule_of: Mapping[str, int] = MappingProxyType({})
 ) -> ParameterCounts:
     """Count the parameters in the bundles of a model, padding included.
 
@@ -306,17 +297,13 @@ def parameter_counts(
 
 
 def optimizer_costs(
-    model: LayeredModel,
-    bundles: Sequence[Bundle],
-    table: OptimizerTable,
-    engine: EngineTable,
-    dtype: torch.dtype,
+    model: LayeredModel, bundles: Sequence[Bundle], numbers: RunNumbers
 ) -> tuple[UpdateCosts, dict[str, int]]:
-    """Ask the optimizer of `table` what it keeps and moves, for a model with weights of `dtype`.
+    """Ask the run's optimizer what it keeps and moves. Rules that keep and move the same are one.
 
-    Rules that keep and move the same are one. Also returns the place in `UpdateCosts.rules` of each trained parameter, by
-    its stored name.
+    Also returns the place in `UpdateCosts.rules` of each trained parameter, by its stored name.
     """
+    table = numbers.optimizer
     # The planner names a smaller state where the run's own does not fit.
     settings = {"": table}
     if table.state != "compact":
@@ -337,8 +324,8 @@ def optimizer_costs(
     own, *smaller = (
         UpdateCosts(
             rules,
-            splits_weights=optimizer.splits_weights and dtype == torch.bfloat16,
-            predicts=engine.delay_correction != "none" and table.can_predict,
+            splits_weights=optimizer.splits_weights and numbers.dtype == torch.bfloat16,
+            predicts=numbers.engine.delay_correction != "none" and table.can_predict,
         )
         for optimizer, rules in zip(optimizers, zip(*distinct, strict=True), strict=True)
     )

@@ -111,7 +111,6 @@ class RunFolder:
             raise RunError(f"run.folder: {self.path} cannot be written: {error}") from error
 
     def kept_plan(self) -> Plan | None:
-        """Return the plan that the run had last, None if it has no readable one."""
         try:
             return Plan.from_json(read_regular(self.path / "plan.json", MOST_PLAN_BYTES).decode())
         except (OSError, ValueError):

@@ -96,7 +96,6 @@ class RunMachines:
         return PlannedMachines(self.size, measure_rate(self.group))
 
     def ownership(self) -> Ownership | None:
-        """Return which part of the fp32 state this machine holds; None for all of it."""
         return None if self.group is None else Ownership(self.rank, self.size)
 
     def share_weights(self, store: HostStore) -> None:
@@ -104,7 +103,6 @@ class RunMachines:
             share_weights(store, self.group)
 
     def all_flops_per_s(self, peak_flops_per_s: float | None, num_devices: int) -> float | None:
-        """Return the peak of all devices of the run. None if the peak of one machine's devices is not known."""
         peaks = self.agree("start", [peak_flops_per_s, num_devices], "the devices of all machines")
         if any(peak is None for peak, _ in peaks):
             return None

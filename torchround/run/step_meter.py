@@ -172,7 +172,6 @@ class StepMeter:
         return self._last_s - self._start_s
 
     def mean_tokens_per_s(self) -> float:
-        """Return the rate over all steps since the start, without validations and blocking saves; 0 without a step."""
         return self._sums["tokens"] / self._sums["training_s"] if self._sums["training_s"] else 0.0
 
     def _mean_loss(self) -> float:

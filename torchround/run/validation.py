@@ -53,7 +53,6 @@ class ValidationProgress:
         raise ValueError(f"validation is {str(state)[:200]}")
 
     def after(self, step: int, loss: float) -> "ValidationProgress":
-        """Return the progress once `step` was validated. A loss that is not finite is never the best."""
         if not math.isfinite(loss):
             return replace(self, loss=None, since_best=self.since_best + 1)
         if self.best_loss is None or loss < self.best_loss:
@@ -183,7 +182,6 @@ def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
 
 
 def best_of(losses: Mapping[int, float]) -> int | None:
-    """Return the step with the lowest loss, the first of equals; None of no losses."""
     return min(sorted(losses), key=losses.__getitem__, default=None)
 
 

@@ -152,7 +152,7 @@ class Bundle:
         return self.version(version) if self.weight is None else self.weight
 
     def values(self, parameter: FlatParameter, version: int) -> Tensor:
-        """Return a parameter's values; `version` is the newest one. Only split weights are a copy, in fp32."""
+        """View a parameter's values; `version` is the newest one. Only split weights are a copy, in fp32."""
         assert not self.is_remote, f"{parameter.name} belongs to machine {self.owner}"
         upper = parameter.view(self.newest(version))
         if self.residual is None:
@@ -175,7 +175,7 @@ class Bundle:
                 residual.copy_(new_residual)
 
     def saved_views(self, version: int, lags: bool) -> dict[str, Tensor]:
-        """Return the bundle's part of a checkpoint, as views by name; `version` is the newest one.
+        """View the bundle's part of a checkpoint, of which `version` is the newest.
 
         Device weights are among them if nothing else gives them: upper halves, older versions, and those that lag.
         """

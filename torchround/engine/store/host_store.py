@@ -239,7 +239,6 @@ class HostStore:
         self.spikes.load_state_dict(spikes or {})
 
     def receive(self, bundle: Bundle, version: int, fill: Callable[[Tensor], object]) -> None:
-        """Let `fill` write a version of device weights as the bundle's owner has sent it."""
         device_weights = bundle.version(version)
         self.observer.touched(reads=(), writes=[device_weights])
         fill(device_weights)
@@ -283,7 +282,6 @@ class HostStore:
     def step_host_optimizer(
         self, optimizer: HostOptimizer, hyperparameters: Hyperparameters, gradients: Mapping[str, Tensor]
     ) -> None:
-        """Let a `HostOptimizer` update all fp32 weights by `gradients`, by name."""
         optimizer.step(hyperparameters, gradients)
 
     def copy_version(self, bundle: Bundle, step: int) -> None:
@@ -305,7 +303,6 @@ class HostStore:
                 self.derive_device_weights(bundle, self.step)
 
     def restore_device_weights(self, kept: Sequence[tuple[Bundle, Tensor]]) -> None:
-        """Undo `write_true_weights`, bit for bit."""
         for bundle, aside in kept:
             _copy(aside, bundle.version(self.step), self.observer)
 
@@ -367,10 +364,7 @@ class HostStore:
             segment.assign(rules, optimizer.format)
 
     def named_views(self) -> dict[str, Tensor]:
-        """Return this machine's part of a checkpoint, as views, bundle by bundle. Only between steps, after `Engine.drain`.
-
-        With several versions the older device weights are part of it, and with `stale_layers` those that lag.
-        """
+        """View this machine's part of a checkpoint, bundle by bundle. Only between steps, after `Engine.drain`."""
         each = (self.bundle_views(bundle, self.step) for bundle in self.bundles)
         return {name: view for views in each for name, view in views.items()}
 
@@ -388,7 +382,6 @@ class HostStore:
         return views
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
-        """Return a bundle's part of the checkpoint after `step` steps. Its owner saves it, and nothing of mapped files."""
         if bundle.mapped or not bundle.is_owned:
             return {}
         return bundle.saved_views(step, self.lags(bundle))
@@ -407,7 +400,6 @@ class HostStore:
         return self._memory.allocated_bytes
 
     def close(self) -> None:
-        """Undo page-locking. Each buffer lives on while a tensor refers to it."""
         self._memory.close()
 
     def _allocate(self, bundle: Bundle) -> None:

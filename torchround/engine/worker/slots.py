@@ -76,7 +76,6 @@ class SlotRing:
         return self.at(self._newest, numel)
 
     def at(self, position: int, numel: int) -> DeviceSlot:
-        """Take the slot at a position of the caller's choice, of at least `numel` elements."""
         self._slots += [None] * (position + 1 - len(self._slots))  # nothing if the position exists
         slot = self._slots[position]
         if slot is None or slot.memory.numel() < numel:
