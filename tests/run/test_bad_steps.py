@@ -84,14 +84,12 @@ def test_interrupted_around_a_spike_and_resumed_it_equals_an_uninterrupted_run(s
 
 
 def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_continues(small_runs, monkeypatch, capsys):
-    stops = [*SPIKES, "--training.max_skipped_steps=1"]
+    stops = [*SPIKES, "--training.on_spike=stop"]
     with monkeypatch.context() as patch:
         change_loss(patch, SPIKING["loss"])
         assert small_runs("run", *stops) == 1
     message = capsys.readouterr().err
-    assert message.startswith(
-        "BadStepsError: 1 bad steps in a row (training.max_skipped_steps = 1); the last good one: step 12."
-    )
+    assert message.startswith('BadStepsError: a spike (training.on_spike = "stop"); the last good one: step 12.')
     assert f"\n  step {SPIKE}: the loss " in message and "its data begins after" in message
     assert "Traceback" not in message
     after = SPIKE + 1  # a step was under way when the spike was known

@@ -1,5 +1,6 @@
 """Runs of several machines: their folder, what they save and resume with, and which machine does what."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -22,7 +23,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import LaunchError
 from torchround.optim.optimizer import make_optimizer
 from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, SYNC
-from torchround.run.checkpoints import RunCheckpoints, RunPosition
+from torchround.run.checkpoints import RETRY_S, RunCheckpoints, RunPosition, save_with_patience
 from torchround.run.early_end import BadStepsError
 from torchround.run.run_folder import RunFolder
 
@@ -144,6 +145,27 @@ def checkpoints_of(folder, group, **table):
     }
     config = Config.model_validate({**tables, "checkpoint": table})
     return RunCheckpoints(config, RunFolder(config.run, team=MachineTeam.of(group)))
+
+
+class FullAtFirst(Checkpointer):
+    full_tries = 0
+
+    def clear_leftovers(self):
+        self.full_tries -= 1
+        if self.full_tries >= 0:
+            raise OSError(errno.ENOSPC, "planted")
+        super().clear_leftovers()
+
+
+def test_all_machines_wait_for_space(tmp_path):
+    def save(group):
+        checkpointer = FullAtFirst(tmp_path, team=MachineTeam.of(group))
+        checkpointer.full_tries = 2  # the folder is machine 0's to make
+        slept = []
+        save_with_patience(lambda: checkpointer.save(1, {f"weights/{group.rank}": torch.ones(3)}, {}), slept.append)
+        return slept
+
+    assert run_machines(2, save) == [[RETRY_S, RETRY_S]] * 2
 
 
 @pytest.mark.parametrize(("error", "told"), [(RuntimeError, 1), (BadStepsError, 0)])

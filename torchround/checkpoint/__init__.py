@@ -7,6 +7,7 @@ from torchround.checkpoint.errors import (
     FolderError,
     ForeignCheckpointError,
     NoCheckpointError,
+    NoSpaceError,
 )
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.checkpoint.loading import Loaded, load_checkpoint, open_checkpoint, verify_checkpoint
@@ -22,6 +23,7 @@ __all__ = [
     "Loaded",
     "MachineTeam",
     "NoCheckpointError",
+    "NoSpaceError",
     "SaveWatch",
     "checkpoint_name",
     "load_checkpoint",

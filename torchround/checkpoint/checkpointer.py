@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
 from torchround.checkpoint.folders import (
     FILES_PER_MACHINE,
     MANIFEST_FILE,
@@ -41,6 +41,9 @@ from torchround.checkpoint.tensor_file import SaveWatch, TensorFile, Unwatched, 
 from torchround.planning.memory import size_text
 
 logger = logging.getLogger(__name__)
+
+# Errors of a write that succeeds once there is room: the disk is full, or the user's quota is.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checkpointer(StepFolders):
@@ -77,9 +80,9 @@ class Checkpointer(StepFolders):
 
         Tensors are contiguous CPU tensors of any dtype. Their bytes go straight from their memory to the file, so
         nothing may write to a tensor before `watch.finished_reading` is called for it. Raises `ValueError` before
-        anything is written if a tensor or the state cannot be stored, and `CheckpointError` if the disk fails or is full;
-        earlier checkpoints are then untouched. `advance` receives the number of bytes of each write. An exception raised
-        by `watch` leaves the unfinished folder to the next save.
+        anything is written if a tensor or the state cannot be stored, and `CheckpointError` if the disk fails, or
+        `NoSpaceError` if it is full; earlier checkpoints are then untouched. `advance` receives the number of bytes of
+        each write. An exception raised by `watch` leaves the unfinished folder to the next save.
 
         Each machine of a team gives the tensors that it saves, all with names of their own, and machine 0's state is
         saved. A failure on one machine raises the same error on all.
@@ -215,11 +218,12 @@ class Checkpointer(StepFolders):
                 watch.finish_reading()
                 if isinstance(error, DamagedCheckpointError):
                     raise
-                raise CheckpointError(error if error.filename else error.strerror or error) from error
+                kind = NoSpaceError if error.errno in _NO_SPACE else CheckpointError
+                raise kind(error if error.filename else error.strerror or error) from error
 
         def failed(kind: type[CheckpointError], reason: str) -> CheckpointError:
             return kind(
                 f"{what} could not be written to {self.folder}: {reason}; earlier checkpoints are untouched"
             )
 
-        return self.team.together(attempt, f"how each saved {what}", (CheckpointError,), failed)
+        return self.team.together(attempt, f"how each saved {what}", (NoSpaceError, CheckpointError), failed)

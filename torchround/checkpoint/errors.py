@@ -15,6 +15,10 @@ class CheckpointError(Exception):
         self.reason = str(self)
 
 
+class NoSpaceError(CheckpointError):
+    """A checkpoint that the disk, or a quota on it, has no room for. The same save succeeds once there is room."""
+
+
 class FolderError(CheckpointError):
     """A fault of the checkpoint in `folder`. `reason` is the message without the folder."""
 

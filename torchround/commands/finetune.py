@@ -148,7 +148,7 @@ def adapters_advice(options: Options) -> str:
         return ""
     lora = options.config.lora.model_copy(update={"rank": RANK})
     smaller = replace(options, config=options.config.model_copy(update={"lora": lora}))
-    question = configured_question(smaller, None, find_hardware(options.config.engine))
+    question = configured_question(smaller, find_hardware(options.config.engine))
     return f"\n  with --lora {RANK}: fits" if fits(question) else ""
 
 
@@ -208,7 +208,7 @@ def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -
         given.steps = options.config.training.steps
     choices += _choices_of(given, options, lengths, min(MOST_TOKENS, shape.known_positions))
     choices = _with_overrides(choices, overrides)
-    return [*choices, *_micro_batch(options_of(choices), tokenizer)]
+    return [*choices, *_micro_batch(options_of(choices))]
 
 
 def _choices_of(
@@ -254,7 +254,7 @@ def _choices_of(
     yield Choice("checkpoint.export", "weights", f"a Hugging Face folder at the end{merged}")
 
 
-def _micro_batch(options: Options, tokenizer: Tokenizer) -> Iterator[Choice]:
+def _micro_batch(options: Options) -> Iterator[Choice]:
     """Yield the largest micro-batch that fits on accelerators. A virtual device is best with single sequences."""
     config = options.config
     if present_kind() is None or "training.micro_batch_size" in options.raw.sources:
@@ -264,7 +264,7 @@ def _micro_batch(options: Options, tokenizer: Tokenizer) -> Iterator[Choice]:
         MICRO_BATCH_TOKENS // config.training.seq_len,
         config.training.global_batch_size // hardware.num_devices,
     )
-    question: RunQuestion = configured_question(options, tokenizer.vocab_size, hardware)
+    question: RunQuestion = configured_question(options, hardware)
     size = _power_of_two(max(1, most) + 1) // 2
     while size > 1 and not fits(replace(question, micro_batch_size=size)):
         size //= 2

@@ -17,7 +17,11 @@ from pathlib import Path
 import torch
 
 from torchround.accelerators import deterministic_operations
-from torchround.checkpoint import CheckpointError, MachineTeam, checkpoint_name
+from torchround.checkpoint import (
+    CheckpointError,
+    MachineTeam,
+    checkpoint_name,
+)
 from torchround.commands import configured_model
 from torchround.commands.configured_model import (
     build_model,
@@ -188,10 +192,13 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
         loader.load_state_dict(beginning)
         reading_order.logger.setLevel(level)
     steps = max(steps + counted.done, 1)
-    text = f"data.epochs = {config.data.epochs} makes {steps:,} steps"
-    if (warmup := config.lr_schedule.warmup_steps) >= steps:
-        legal = f"legal: at most {steps - 1}"
-        raise options.error("lr_schedule.warmup_steps", f"given {warmup}, and {text}; {legal}")
+    text, warmup = (
+        f"data.epochs = {config.data.epochs} makes {steps:,} steps",
+        config.lr_schedule.warmup_steps,
+    )
+    if warmup >= steps:
+        given = f"given {warmup}, and {text}; legal: at most {steps - 1}"
+        raise options.error("lr_schedule.warmup_steps", given)
     say(f"steps    {text}")
     return steps
 

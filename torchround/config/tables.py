@@ -239,9 +239,10 @@ class TrainingTable(Table):
     clip: Literal["global", "layer"] = "global"
     """`max_norm` bounds the norm of the whole gradient, or of each layer's, times the root of its share of the parameters."""
 
-    on_spike: Literal["off", "skip"] = "off"
+    on_spike: Literal["off", "skip", "stop"] = "off"
     """Reaction to a loss or gradient norm (in `bounded` the loss alone) of more than 10 median absolute deviations above the
-    median of the last 100 good steps. `skip`: no update. Updates that are not finite are always left out."""
+    median of the last 100 good steps. `skip`: no update. `stop`: also, the run ends with exit code 1 after a checkpoint.
+    Updates that are not finite are always left out."""
 
     max_skipped_steps: PositiveInt = 10
     """Bad steps in a row (spikes, or not finite) after which the run ends with exit code 1, a diagnosis and a checkpoint."""

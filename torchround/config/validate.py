@@ -25,6 +25,7 @@ GONE_KEYS = {
     "data.streams": 1,
     "data.weight_by": "source",
     "engine.grad_dtype": "auto",
+    "engine.plan.kept": None,
     "engine.share_links": "auto",
     "engine.slower_for_memory": 0.01,
     "machines.checkpoints": "shared",
@@ -85,10 +86,15 @@ def validate(raw: RawConfig) -> Config:
 def _without_gone_keys(raw: RawConfig) -> dict[str, Any]:
     tables = dict(raw.tables)
     for name, default in GONE_KEYS.items():
-        table, key = name.split(".")
-        if isinstance(tables.get(table), dict) and key in tables[table]:
-            tables[table] = dict(tables[table])
-            if (value := tables[table].pop(key)) != default:
+        *path, key = name.split(".")
+        holder: Any = tables
+        for table in path:
+            if not isinstance(holder.get(table), dict):
+                break
+            holder[table] = dict(holder[table])
+            holder = holder[table]
+        else:
+            if key in holder and (value := holder.pop(key)) != default:
                 text = "%s: %s is no longer a key; its value %s is not used"
                 logger.warning(text, raw.source_of(name), name, show(value))
     return tables

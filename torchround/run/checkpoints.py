@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torchround.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
+    NoSpaceError,
     SaveWatch,
     checkpoint_name,
     verify_checkpoint,
@@ -33,6 +34,8 @@ from torchround.run.validation import LARGEST, ValidationProgress, best_of, kept
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
+
+RETRY_S, MOST_WAIT_S = 10, 60  # between two tries of the last save on a full disk, and in all
 
 
 @dataclass(frozen=True)
@@ -178,14 +181,19 @@ class RunCheckpoints:
             self._report(*self._under_way.popleft())
 
     def save_now(self, engine: Engine) -> None:
-        """Save the newest dispatched step, and wait. Raises `CheckpointError`."""
+        """Save the newest dispatched step, and wait. A full disk is tried again for a minute. Raises `CheckpointError`."""
         self.finish_saves()
-        # If the data ends, the newest step is validated then, and it may have been saved before.
-        if (self.position.step, self.position.validation) != (self.saved_step, self._saved_validation):
+
+        def save() -> None:
             self.begin_save(engine)
             # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
             position, pending = self._under_way.popleft()
             self._note_saved(position, pending.result())
+
+        # If the data ends, the newest step is validated then, and it may have been saved before.
+        position = self.position
+        if (position.step, position.validation) != (self.saved_step, self._saved_validation):
+            save_with_patience(save)
 
     def end_saves(self) -> None:
         """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
@@ -268,12 +276,27 @@ class RunCheckpoints:
         say(line)
 
 
+def save_with_patience(save: Callable[[], object], sleep: Callable[[float], object] = time.sleep) -> None:
+    """Call `save`. While the disk has no room for it, try again every `RETRY_S` seconds, for `MOST_WAIT_S` at most."""
+    for waited_s in range(0, MOST_WAIT_S + 1, RETRY_S):
+        try:
+            save()
+        except NoSpaceError as error:
+            if waited_s == MOST_WAIT_S:
+                raise
+            if waited_s == 0:
+                logger.warning("%s. Free some space: it is tried again for %d s", error, MOST_WAIT_S)
+            sleep(RETRY_S)
+        else:
+            return
+
+
 def _is_older_weight(name: str) -> bool:
     return name.startswith(OLDER_WEIGHTS)
 
 
 def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: int) -> list[str]:
-    """Name the older device weights that a checkpoint of this run would hold."""
+    """Return the names of the older device weights that a checkpoint of this run would hold."""
     names = [name for name in views if _is_older_weight(name)]
     if not store.policy.updates_by_layer:
         return names

@@ -5,6 +5,7 @@ update leaves the weights of the last good step. In `bounded` a step may leave o
 """
 
 import logging
+import math
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ SHOWN = 5  # first entries of a long list that are shown
 
 
 class BadStepsError(Exception):
-    """Too many bad steps in a row."""
+    """Too many bad steps in a row, or one spike under `training.on_spike = "stop"`."""
 
 
 class BadSteps:
@@ -30,6 +31,7 @@ class BadSteps:
     def __init__(self, table: TrainingTable) -> None:
         self.error: BadStepsError | None = None
         self._most_in_a_row = table.max_skipped_steps
+        self._stops_at_spike = table.on_spike == "stop"
         self._last_good_step = "none since this start of the run"
         self._in_a_row: list[str] = []
 
@@ -56,14 +58,19 @@ class BadSteps:
         if self.error is not None:
             return  # this step was already under way when the limit was reached
         self._in_a_row.append(text)
-        if len(self._in_a_row) < self._most_in_a_row:
-            return
+        # Every bad step is a spike or not finite.
+        is_spike = math.isfinite(loss) and math.isfinite(update.grad_norm)
+        if self._stops_at_spike and is_spike:
+            self._stop('a spike (training.on_spike = "stop")')
+        elif (count := len(self._in_a_row)) >= self._most_in_a_row:
+            self._stop(f"{count} bad steps in a row (training.max_skipped_steps = {self._most_in_a_row})")
+
+    def _stop(self, reason: str) -> None:
         steps = "".join(f"\n  {line}" for line in self._in_a_row[:SHOWN])  # each had a warning of its own
         self.error = BadStepsError(
-            f"{self._most_in_a_row} bad steps in a row (training.max_skipped_steps = {self._most_in_a_row}); the last "
-            f"good one: {self._last_good_step}. The run is saved:{steps}\nThe same command continues with the data after "
-            "them. If they come again, try a lower optimizer.lr or an earlier checkpoint (checkpoint.load_path), or "
-            "look at that data."
+            f"{reason}; the last good one: {self._last_good_step}. The run is saved:{steps}\nThe same command continues "
+            "with the data after them. If they come again, try a lower optimizer.lr or an earlier checkpoint "
+            "(checkpoint.load_path), or look at that data."
         )
 
 

@@ -274,7 +274,9 @@ def num_parameters(model: LayeredModel) -> tuple[int, int]:
 
 
 def parameter_counts(
-    bundles: Sequence[Bundle], mapped: Collection[str] = (), rule_of: Mapping[str, int] = MappingProxyType({})
+    bundles: Sequence[Bundle],
+    mapped: Collection[str] = (),
+    rule_of: Mapping[str, int] = MappingProxyType({}),
 ) -> ParameterCounts:
     """Count the parameters in the bundles of a model, padding included.
 

@@ -45,7 +45,10 @@ LOSS_KEYS = (
 
 
 def find_checkpoint(
-    config: Config, checkpointer: Checkpointer, views: Mapping[str, Tensor], optional: Callable[[str], bool]
+    config: Config,
+    checkpointer: Checkpointer,
+    views: Mapping[str, Tensor],
+    optional: Callable[[str], bool],
 ) -> Loaded | None:
     """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
