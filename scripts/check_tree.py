@@ -75,7 +75,7 @@ MAY_SKIP = {
     "tests/support/namespaces.py",
 }
 USERS_FILES = frozenset(
-    "config.toml NAME.toml other.toml run.toml small.toml tiny.toml child.toml chats.toml".split()
+    "config.toml finetune.toml NAME.toml other.toml run.toml small.toml tiny.toml child.toml chats.toml".split()
 )
 
 
