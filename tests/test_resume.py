@@ -24,7 +24,7 @@ from tests.support.small_run import (
 )
 from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.folders import checkpoint_name
-from torchround.engine import update as update_module
+from torchround.engine.store import host_store
 
 __all__ = ["small_runs"]
 
@@ -143,7 +143,7 @@ def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch
 
     assert small_runs("whole") == 0
     with monkeypatch.context() as patch:
-        before(patch, update_module, "update_", bomb, is_fourth)
+        before(patch, host_store, "update_", bomb, is_fourth)
         assert small_runs("faulty", "--checkpoint.interval_steps=2") == 1
     assert "mixes two weight versions" in capsys.readouterr().err.splitlines()[-1]
     assert "what it left is not saved" in caplog.text

@@ -19,7 +19,7 @@ from torchround.accelerators import PLANNED_KIND, as_if_on
 from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
 from torchround.models.borrowed.compiled_core import core_of_tensors
 from torchround.models.borrowed.construction import Anatomy
-from torchround.models.borrowed.counted_work import count_layer, count_logits
+from torchround.models.borrowed.counted_work import count_layer, count_logits, extrapolate
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
 from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
@@ -31,6 +31,10 @@ from torchround.models.common.loss import (
     token_loss_sum,
 )
 from torchround.models.common.packed_attention import Documents
+
+# Lengths by which the cost of longer sequences is found, in blocks that run document by document: linear attention loops over
+# its chunks, so counting a million tokens would take an hour.
+COUNTED_LENGTHS = (2048, 4096, 8192)
 
 
 class BorrowedLayer(nn.Module):
@@ -114,6 +118,17 @@ class BorrowedBlock(BorrowedLayer):
         self.width, self.index = shell.width, index
         self.entries, self.alone = anatomy.entries, anatomy.alone[index]
         self.never_compiled = self.alone or not (anatomy.places and anatomy.places[index])
+
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
+        """Count the cost as other layers do, of long sequences in a block that may loop over its tokens from shorter ones."""
+        is_legal = self.longest is None or tokens <= self.longest
+        if not (self.alone and is_legal and tokens > COUNTED_LENGTHS[-1]):
+            return super().work(batch, tokens, element_bytes, device)
+        return extrapolate(
+            [super(BorrowedBlock, self).work(batch, n, element_bytes, device) for n in COUNTED_LENGTHS],
+            COUNTED_LENGTHS,
+            tokens,
+        )
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:

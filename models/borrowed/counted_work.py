@@ -3,9 +3,10 @@
 Shapes: B sequences, T tokens, D model width, S rows sorted by expert, E experts.
 """
 
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +90,32 @@ def count_layer(
         boundary_bytes=output_bytes,
         workspace_bytes=scratch + arguments,
         keepable=parts,
+    )
+
+
+def extrapolate(counted: Sequence[LayerWork], lengths: Sequence[int], tokens: int) -> LayerWork:
+    """Find the work of `tokens` by the polynomial through the works of three `lengths`: costs grow with T and T^2."""
+    shares = [
+        math.prod((tokens - other) / (length - other) for other in lengths if other != length)
+        for length in lengths
+    ]
+
+    def at(values: Iterable[float]) -> float:
+        return max(0.0, sum(share * value for share, value in zip(shares, values, strict=True)))
+
+    products = [work.products[0] for work in counted]
+    flops, frozen = at(one.flops for one in products), at(one.frozen_flops for one in products)
+    return LayerWork(
+        products=(Products(flops, min(flops, frozen), products[-1].kind),),
+        activation_bytes=math.ceil(at(work.activation_bytes for work in counted)),
+        boundary_bytes=math.ceil(at(work.boundary_bytes for work in counted)),
+        # A peak moves from one operation to another, so it is at least in proportion too.
+        workspace_bytes=math.ceil(
+            max(
+                at(work.workspace_bytes for work in counted),
+                counted[-1].workspace_bytes * tokens / lengths[-1],
+            )
+        ),
     )
 
 

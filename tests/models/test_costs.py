@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.small_decoders import decoder
 from tests.support.toy_decoders import toy_config
 from torchround.models import FAMILIES
+from torchround.models.borrowed import borrowed_layers
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -157,3 +158,18 @@ def test_peak_of_a_layer_is_at_most_the_estimate_and_a_good_part_of_it(build, ca
             estimate, peak = work.activation_bytes + work.workspace_bytes, tools.measure_peak_bytes(run)
             assert least * estimate < peak < 1.01 * estimate, f"{name}: {peak} of {estimate}"
         hidden = output
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "bloom"])
+def test_a_long_sequence_costs_what_shorter_ones_tell(name, monkeypatch):
+    """Counting a million tokens of linear attention, as a dry run asks for, would take hours."""
+    family = FAMILIES["transformers"]
+    model = family.build(family.config_from_hf(toy_config(name).to_dict()))
+    block = next(layer for layer in model.layers if getattr(layer, "alone", False))
+    counted = block.work(1, 4096, 4)
+    monkeypatch.setattr(borrowed_layers, "COUNTED_LENGTHS", (512, 1024, 2048))
+    found = block.work(1, 4096, 4)
+    assert found.boundary_bytes == counted.boundary_bytes
+    assert found.products[0].flops == pytest.approx(counted.products[0].flops, rel=1e-6)
+    assert found.activation_bytes == pytest.approx(counted.activation_bytes, rel=0.01)
+    assert 0.99 * counted.workspace_bytes <= found.workspace_bytes <= 3 * counted.workspace_bytes

@@ -29,13 +29,15 @@ CODE = {"auto_map": {"AutoConfig": "code.Config"}}
     ("model_type", "settings", "content", "reason"),
     [
         ("bart", {}, {}, "encoder"),
-        ("gemma3", {}, {}, "more than text"),
+        ("git", {}, {}, "more than text"),
+        ("mllama", {}, {}, "its text model"),
+        ("paligemma", {}, {}, "other masks or logits"),
         ("bert", {}, {}, "0 lists of blocks"),
         ("xlm", {}, {}, "4 lists of blocks"),
         ("blt", {}, {}, "num_hidden_layers"),
         ("deepseek_v32", {}, {}, "indexer"),
         ("zamba2", {}, {}, "hidden states"),
-        ("gemma4_unified_text", {}, {}, "KVSharingDict"),
+        ("gemma4_unified_text", {}, {}, "for a later block"),
         ("ctrl", {}, {}, "positions"),
         ("jetmoe", {}, {}, "waits"),
         ("phimoe", {}, {}, "random numbers"),
@@ -44,7 +46,6 @@ CODE = {"auto_map": {"AutoConfig": "code.Config"}}
         ("gpt2", {"embd_pdrop": 0.1}, {}, "drop draws random numbers"),  # before the blocks
         ("llama", {"rope_parameters": DYNAMIC}, {}, "'dynamic'"),
         ("qwen2", {}, CODE | {"model_type": "mine"}, "auto_map"),
-        ("qwen2", {}, {"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ("qwen2", {}, {"num_hidden_layers": "four"}, "config.json"),
     ],
 )
