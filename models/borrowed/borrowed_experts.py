@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround.keeping import keep
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 
 # What the decorator of `transformers` for classes of experts sets, and how the module computes follows from.
@@ -31,11 +32,12 @@ class BorrowedExperts(ExpertStack):
         routes = make_routes(chosen, self._num_experts())
         module: Any = self
         first, last = self.adaptable
-        rows = self.product(first, dispatch(hidden, routes), routes)  # [N, D] -> [R, 2 F] or [R, F]
+        # [N, D] -> [R, 2 F] or [R, F]
+        rows = keep("gate_up", self.product, first, dispatch(hidden, routes), routes)
         if module.has_bias:
             rows = rows + getattr(self, f"{first}_bias")[routes.experts]
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        rows = self.product(last, rows, routes)  # [R, F] -> [R, D]
+        rows = keep("down", self.product, last, rows, routes)  # [R, F] -> [R, D]
         if module.has_bias:
             rows = rows + getattr(self, f"{last}_bias")[routes.experts]
         if module.has_post_expert_norm:
