@@ -16,7 +16,7 @@ order of the calls here (`tasks.py`). The policies are places in this order (`do
     sending of weights                peer       decision, device weights
     receiving of weights              peer       decision, older device weights              new device weights
     the end                           optimizer                                              records
-    (From the norm on, with directions and several versions, all this is deferred: it comes among the next step's stages.)
+    (With several versions, directions and all after them are deferred: they come among the next step's stages.)
     a save                            saver      records, state, device weights
     the rewriting for a validation    caller     state                                       device weights, gradient
 

@@ -1,7 +1,8 @@
 """The flat host store, by bundle (`bundles.py`), and the only code that writes weights. This table has all its writers.
 
 D stands for device weights, S for fp32 weights (or the residuals of split ones) with the optimizer's values. In a step the
-optimizer's thread writes, in tasks that `program.py` orders; `receive` runs on the thread that receives from a machine.
+optimizer's thread writes, in tasks that `program.py` orders; `receive`, and `copy_version` of a bundle that another machine
+owns, run on the thread that receives from it.
 
     writer                  writes  when
     initialize              D S     before the first engine of a new run: the layers' own weights, or pretrained ones
