@@ -1,9 +1,9 @@
 """The update modes, in facts: the age of the weights that a step computes with, and the moment when they are updated.
 
 This is the one table of modes. The config, the planner, the simulation and the engine ask it for facts, not for names. A
-mode with other values of these facts is one more entry of `MODES` and of `ModeName`, and a sentence in the docstring of
-`EngineTable.update` and of the library's `Pipeline`; `tests/planning/test_update_modes.py` plans and trains with such a mode. A mode that these facts do not
-describe needs one more fact, whose name then finds each place that it decides.
+mode with other values of these facts is one more entry of `MODES` and of `ModeName`, and a sentence in the docstrings of
+`EngineTable.update` and of the library's `Pipeline`; `tests/planning/test_update_modes.py` plans and trains with such a mode.
+A mode that these facts do not describe needs one more fact, whose name then finds each place that it decides.
 """
 
 from collections.abc import Callable
