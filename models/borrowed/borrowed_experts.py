@@ -1,7 +1,7 @@
 """Experts of `transformers` that take adapters.
 
 Since its release 5 the experts of a block are one module with two stacks of matrices. With adapters such a module computes
-as our own experts do, because the adapters' products need the rows of each expert. Without any it runs its own code.
+as recognised experts do, because the adapters' products need the rows of each expert. Without any it runs its own code.
 
 Shapes: N tokens, D model width, E experts, k experts per token, R = N k rows sorted by expert.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.keeping import keep
-from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
+from torchround.models.borrowed.recognised_parts import run_experts
+from torchround.models.common.experts import ExpertStack
 
 # What the decorator of `transformers` for classes of experts sets, and how the module computes follows from.
 FACTS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
@@ -29,20 +29,7 @@ class BorrowedExperts(ExpertStack):
         """Pass tokens `[N, D]` through their `chosen [N, k]` experts, with `weights [N, k]`."""
         if not self.adapted:
             return self.own_forward(hidden, chosen, weights)
-        routes = make_routes(chosen, self._num_experts())
-        module: Any = self
-        first, last = self.adaptable
-        # [N, D] -> [R, 2 F] or [R, F]
-        rows = keep("gate_up", self.product, first, dispatch(hidden, routes), routes)
-        if module.has_bias:
-            rows = rows + getattr(self, f"{first}_bias")[routes.experts]
-        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        rows = keep("down", self.product, last, rows, routes)  # [R, F] -> [R, D]
-        if module.has_bias:
-            rows = rows + getattr(self, f"{last}_bias")[routes.experts]
-        if module.has_post_expert_norm:
-            rows = module.post_expert_norm(rows)
-        return combine(rows * sort_pairs(weights, routes)[:, None], routes).to(hidden.dtype)
+        return run_experts(self, hidden, chosen, weights)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         raise AssertionError("the model's own initialiser fills its experts")

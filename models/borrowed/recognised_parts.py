@@ -26,10 +26,10 @@ from torchround.models.borrowed.compiled_core import take_numbers
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
 from torchround.models.common.attention import attend
-from torchround.models.common.experts import combine, dispatch, make_routes, sort_pairs
+from torchround.models.common.experts import ExpertStack, Routes, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.packed_attention import Documents
 from torchround.models.common.primitives import gated_product
-from torchround.models.kernels.grouped import RowGroups, stack_product
+from torchround.models.kernels.grouped import stack_product
 from torchround.models.kernels.projections import Projection
 
 logger = logging.getLogger(__name__)
@@ -104,10 +104,12 @@ def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -
         rows = _with_bias(experts, "down_proj", rows, routes)
         rows = experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
         rows = rows * by_row[:, None].to(rows.dtype)
-    return combine(rows, routes)
+    return combine(rows, routes).to(tokens.dtype)
 
 
-def _multiply(experts: Any, name: str, rows: Tensor, routes: RowGroups) -> Tensor:
+def _multiply(experts: Any, name: str, rows: Tensor, routes: Routes) -> Tensor:
+    if isinstance(experts, ExpertStack):  # which may have adapters
+        return experts.product(name, rows, routes)
     return stack_product(
         rows, getattr(experts, name), _plain if experts.is_transposed else _transposed, routes
     )
