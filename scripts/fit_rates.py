@@ -31,7 +31,9 @@ from scripts.pipeline_tables import (
 )
 from torchround.commands.configured_model import build_model
 from torchround.config import parse_command_line
+from torchround.engine.store.bundles import collect_bundles
 from torchround.layer import LayeredModel, LayerWork
+from torchround.optim.optimizer import NO_STATE
 from torchround.planning.cards import DEVICES
 from torchround.planning.costs import Costs
 from torchround.planning.partition import Partition
@@ -90,7 +92,8 @@ def published_models() -> dict[str, Published]:
     for index, (name, config) in enumerate(zip(MODELS, CONFIGS, strict=True)):
         options = parse_command_line(["--config", str(ROOT / "configs" / f"{config}.toml")])
         model = build_model(options, warns=False)
-        models[name] = Published(index, model, tuple(layer_numels(model)))
+        bundles, _ = collect_bundles(model, (), NO_STATE, element_bytes=2)
+        models[name] = Published(index, model, tuple(layer_numels(bundles, len(model.layers))))
     return models
 
 

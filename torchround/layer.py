@@ -24,6 +24,7 @@ from torchround.layer_work import KeptWork as KeptWork  # noqa: PLC0414
 from torchround.layer_work import LayerWork as LayerWork  # noqa: PLC0414
 from torchround.layer_work import Products as Products  # noqa: PLC0414
 from torchround.layer_work import aligned as aligned  # noqa: PLC0414
+from torchround.packed_formats import PackedFormat
 
 # The value between two layers: a tensor, or any nested structure of `torch.utils._pytree` whose leaves are tensors and
 # plain values (`engine/worker/slots.py`).
@@ -287,11 +288,13 @@ class LayeredModel:
     `ValueError` for names that repeat, and for buffers on `meta`.
 
     - `own_dtypes`: by stored name, the dtype in which a parameter computes if that is not the store's.
+    - `packed`: by stored name, the format of frozen matrices that the store holds packed and a device unpacks.
     """
 
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
     own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, kw_only=True)
+    packed: Mapping[str, PackedFormat] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):

@@ -37,6 +37,7 @@ from torchround.layer import (
 )
 from torchround.models.common.config import ModelConfigError
 from torchround.models.kernels.projections import project
+from torchround.packed_formats import PackedFormat
 
 PEFT_PREFIX = "base_model.model."
 MAGNITUDE = "lora_magnitude_vector"
@@ -44,6 +45,8 @@ _WEIGHT = ".weight"
 _KINDS = ("lora_A.weight", "lora_B.weight", MAGNITUDE)
 # Targets that PEFT, with transformers 5, moves to experts' stacks if a model has some, whatever else has that name.
 TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+# Modules whose weights choose experts.
+ROUTERS = frozenset({"router", "gate"})
 # Of a weight whose rows' norms are computed at once, in fp32: 32 MiB.
 NORM_ELEMENTS = 1 << 23
 
@@ -299,6 +302,27 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
                     f"lora.{key}: {pattern!r} is no name of a module with an adapter, nor the end of one behind a dot; "
                     f"nearest: {near}"
                 )
+
+
+def pack_base(model: LayeredModel, packed_format: PackedFormat) -> LayeredModel:
+    """Have the frozen matrices of the blocks packed, except routers and matrices whose rows are no whole groups.
+
+    A router's choice would change by rounding its weights, and it is small. Embedding and head stay too: few of their rows
+    matter for a token, and no adapter can correct them.
+    """
+    shapes, packed = model.stored_shapes(), {}
+    for layer_name, layer in zip(model.names[1:-1], model.layers[1:-1], strict=True):
+        for path, parameter in layer.named_parameters():
+            name, owner = f"{layer_name}.{path}", path.rpartition(".")[0]
+            stays = parameter.requires_grad or name in model.own_dtypes or name not in shapes
+            if not stays and not _is_router(layer, owner) and packed_format.fits(parameter.shape):
+                packed[name] = packed_format
+    return replace(model, packed=packed)
+
+
+def _is_router(layer: nn.Module, path: str) -> bool:
+    above, _, name = path.rpartition(".")
+    return name in ROUTERS and hasattr(layer.get_submodule(above), "experts")
 
 
 def _check_stack(lora: LoraShape, names: Sequence[str], is_one: bool) -> None:

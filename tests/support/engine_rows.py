@@ -387,7 +387,8 @@ class Row:
 
     def reference(self, device="cpu", **options):
         model = self.model()
-        weights = {name: view.clone() for name, view in self.store(model).weights().items()}
+        self.before(store := self.store(model))
+        weights = {name: view.clone() for name, view in store.weights().items()}
         loop = Reference(
             model, weights, self.table or torch_adamw, "bounded" if self.update == "stale" else self.update,
             DTYPES[self.dtype], rounds=self.rounds * self.machines, clip=self.clip, device=device,

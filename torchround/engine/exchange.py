@@ -250,7 +250,7 @@ def share_weights(store: HostStore, group: MachineGroup) -> None:
     may have read its own part of a checkpoint only. Raises `MachineError`.
     """
     ours = [
-        # 128 bits of the frozen weights that are in memory.
+        # 128 bits of the frozen weights that are in memory, packed ones too.
         ""
         if bundle.trainable or bundle.mapped
         else xxhash.xxh3_128_hexdigest(bundle.device_weights[0].view(torch.uint8).numpy().data)

@@ -45,6 +45,7 @@ class LayerCost:
     """The costs of one layer for one micro-batch, in seconds and bytes of one device.
 
     - `weight_bytes`: all parameters as they are uploaded.
+    - `unpacked_bytes`: the numbers of its packed weights, which a device holds while the layer runs.
     - `gradient_bytes`: gradients of the trained parameters, in the dtype that a device accumulates in.
     - `activation_bytes`: memory kept from this layer's forward to its backward.
     - `boundary_bytes`: the layer's output.
@@ -63,6 +64,7 @@ class LayerCost:
     forward_s: Seconds
     backward_s: Seconds
     weight_bytes: Bytes = 0
+    unpacked_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
     activation_bytes: Bytes = 0
     boundary_bytes: Bytes = 0

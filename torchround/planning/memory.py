@@ -103,6 +103,7 @@ class DeviceMemory(MemoryParts):
     """The bytes of one device by kind. Each device runs every stage in turn, so all devices need the same."""
 
     weights_bytes: int = _part("weights")
+    unpacked_bytes: int = _part("unpacked weights of a layer")
     gradients_bytes: int = _part("gradients")
     compute_bytes: int = _part("activations and workspace")
     staging_bytes: int = _part("staging")
@@ -136,6 +137,7 @@ def device_memory(
         weights_bytes=slot_space(
             partition, num_devices, lambda stage: stage_bytes(stage, costs, "weight_bytes")
         ),
+        unpacked_bytes=max(costs.values("unpacked_bytes")),
         gradients_bytes=rounded
         + slot_space(partition, num_devices, lambda stage: stage_bytes(stage, costs, "gradient_bytes"), True),
         compute_bytes=max(

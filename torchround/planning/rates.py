@@ -7,7 +7,7 @@ has how far these predictions were from the models that the fit did not see.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchround.layer_work import LayerWork, Products
 from torchround.planning.cards import DeviceSpec, UnknownPeakError
@@ -80,6 +80,15 @@ class CardRates:
         forward_s += passes * moved / bytes_per_s
         backward_s += passes * (2 * moved + gradient_bytes) / bytes_per_s
         return forward_s, backward_s
+
+    def unpacking(self, layer: LayerCost, unpacked_bytes: int) -> LayerCost:
+        """Add the packed weights of a layer: a pass over them before its forward and before its backward."""
+        if not unpacked_bytes:
+            return layer
+        bytes_per_s = self.device.memory_bytes_per_s(self.flops_per_s)
+        unpack_s = (layer.weight_bytes + unpacked_bytes) / bytes_per_s
+        timed = layer.timed(layer.forward_s + unpack_s, layer.backward_s)
+        return replace(timed, unpacked_bytes=unpacked_bytes)
 
 
 def costs_from_work(

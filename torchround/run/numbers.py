@@ -91,7 +91,7 @@ def run_question(
         raise EngineUsageError(
             f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
         )
-    bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer))
+    bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer), numbers.dtype.itemsize)
     updates, rule_of = optimizer_costs(model, bundles, numbers)
     counts = parameter_counts(bundles, mapped, rule_of)
     # By layer, the matrices that devices orthogonalise for its update.
@@ -100,7 +100,7 @@ def run_question(
         matrices[bundle.layers[0]] += [parameter.shape for parameter in directed_parameters(bundle)]
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
-    counted = partial(_counted_costs, model, numbers, hardware, counts, updates, matrices)
+    counted = partial(_counted_costs, model, numbers, hardware, bundles, counts, updates, matrices)
     compiles = compiles_layers(engine, hardware.kind)
     question = RunQuestion(
         costs_for=counted(compiles),
@@ -199,12 +199,16 @@ def _counted_costs(
     model: LayeredModel,
     numbers: RunNumbers,
     hardware: Hardware,
+    bundles: Sequence[Bundle],
     counts: ParameterCounts,
     updates: UpdateCosts,
     matrices: Sequence[Sequence[torch.Size]],
     compiles: bool,
 ) -> Callable[[int, int, int], Costs]:
-    numels, dtype = layer_numels(model), numbers.training.dtype
+    numels, dtype = layer_numels(bundles, len(model.layers)), numbers.training.dtype
+    unpacked = [0] * len(model.layers)
+    for bundle in bundles:
+        unpacked[bundle.layers[0]] += bundle.unpacked_numel * numbers.dtype.itemsize
     moving = numbers.engine.update, numbers.dtype.itemsize, numbers.dtype.itemsize
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
@@ -225,8 +229,8 @@ def _counted_costs(
             model.names, works, numels, card, element_bytes, accumulate_bytes, () if is_virtual else moved
         )
         layers = tuple(
-            with_job(layer, shapes, device, dtype)
-            for layer, shapes in zip(costs.layers, matrices, strict=True)
+            with_job(card.unpacking(layer, nbytes), shapes, device, dtype)
+            for layer, shapes, nbytes in zip(costs.layers, matrices, unpacked, strict=True)
         )
         launch_s = 0.0 if hardware.kind == "cpu" else launch_seconds([work.products for work in works])
         return replace(
@@ -258,13 +262,13 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
 
 
-def layer_numels(model: LayeredModel) -> list[tuple[int, int]]:
-    """Count the trained and frozen parameters of each layer, padding included. A tied one counts in every layer that uses it."""
-
-    def stored(layer: torch.nn.Module, trained: bool) -> int:
-        return sum(stored_numel(p.numel()) for p in layer.parameters() if p.requires_grad is trained)
-
-    return [(stored(layer, True), stored(layer, False)) for layer in model.layers]
+def layer_numels(bundles: Sequence[Bundle], num_layers: int) -> list[tuple[int, int]]:
+    """Count the elements of each layer's trained and frozen bundles. A tied one counts in every layer that uses it."""
+    found = [[0, 0] for _ in range(num_layers)]
+    for bundle in bundles:
+        for layer in bundle.layers:
+            found[layer][not bundle.trainable] += bundle.numel
+    return [(trained, frozen) for trained, frozen in found]
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:

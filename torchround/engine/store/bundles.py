@@ -6,7 +6,7 @@ parameters are placed update rule by update rule, so that an update is one pass 
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torchround.optim.formats import StateFormat, StatePart
 from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
 from torchround.optim.split_weights import join, split
 from torchround.optim.update_pass import UpdateBuffers
+from torchround.packed_formats import PackedFormat
 from torchround.planning.machine_shares import assign_owners
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
@@ -36,7 +37,10 @@ OLDER_WEIGHTS = "master_"
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """One parameter's place in its bundle's flat buffers, in elements. `name` is `layer.path`."""
+    """One parameter's place in its bundle's flat buffers, in elements; unpacked ones if the bundle is packed.
+
+    `name` is `layer.path`.
+    """
 
     name: str
     start: int
@@ -111,7 +115,8 @@ class Bundle:
     `weight` holds the fp32 weights. If they are split, the newest device weights are their upper halves, `residual`
     is what those lack (`optim/split_weights.py`), and `weight` is None. `segments` cut the elements by update rule and
     hold the optimizer's values. A frozen bundle has device weights only, or what is `mapped`: tensors in files, each with its
-    first element in the bundle. A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that
+    first element in the bundle. If it is `packed`, its `numel` elements are the bytes of that format, of `unpacked_numel`
+    numbers that a device unpacks them to. A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that
     share the bundle; the host sums them in fp32. Its state is its fp32 weights, or `residual`, with the optimizer's values.
 
     The machine `owner` keeps the fp32 state, updates it and saves it. On other machines the bundle has device weights only.
@@ -126,6 +131,8 @@ class Bundle:
     segments: tuple[Segment, ...] = ()
     device_weights: list[Tensor] = field(default_factory=list)
     mapped: tuple[tuple[int, FileTensor], ...] = ()
+    packed: PackedFormat | None = None
+    unpacked_numel: int = 0
     owner: int = 0
     is_owned: bool = True
     adds_up: bool = False
@@ -137,6 +144,11 @@ class Bundle:
     def is_remote(self) -> bool:
         """Whether another machine trains it: this one has device weights and neither fp32 state nor a gradient sum."""
         return self.trainable and not self.is_owned
+
+    @property
+    def is_reloaded(self) -> bool:
+        """Whether each start reads it from the pretrained files, and so no checkpoint and no message holds it."""
+        return bool(self.mapped) or self.packed is not None
 
     @property
     def fp32_weight(self) -> Tensor:
@@ -152,8 +164,13 @@ class Bundle:
         return self.version(version) if self.weight is None else self.weight
 
     def values(self, parameter: FlatParameter, version: int) -> Tensor:
-        """View a parameter's values; `version` is the newest one. Only split weights are a copy, in fp32."""
+        """View a parameter's values; `version` is the newest one. Split weights are a copy in fp32, packed ones unpacked."""
         assert not self.is_remote, f"{parameter.name} belongs to machine {self.owner}"
+        if self.packed is not None:
+            numbers = torch.empty(parameter.shape, dtype=self.device_weights[0].dtype)
+            place = PackedPlace(self, parameter.start, parameter.shape.numel())
+            self.packed.read(*place.views(0, place.numel), numbers.view(-1))
+            return numbers
         upper = parameter.view(self.newest(version))
         if self.residual is None:
             return upper
@@ -163,8 +180,11 @@ class Bundle:
         return values
 
     @contextmanager
-    def writing(self, parameter: FlatParameter, version: int) -> Iterator[Tensor]:
-        """Yield a parameter's values, to be changed within `HostStore.writing`."""
+    def writing(self, parameter: FlatParameter, version: int) -> "Iterator[Tensor | PackedPlace]":
+        """Yield a parameter's values, or the place to pack them, to be changed within `HostStore.writing`."""
+        if self.packed is not None:
+            yield PackedPlace(self, parameter.start, parameter.shape.numel())
+            return
         values = self.values(parameter, version)
         yield values
         if self.residual is not None:
@@ -224,6 +244,38 @@ class Bundle:
         return [(start, in_file.memory) for start, in_file in self.mapped] or [(0, self.version(version))]
 
 
+@dataclass(frozen=True)
+class PackedPlace:
+    """The place of `numel` numbers from number `start` on in a packed bundle, which takes them as numbers or as packed bytes."""
+
+    bundle: Bundle
+    start: int
+    numel: int
+
+    def copy_(self, numbers: Tensor) -> None:
+        self.write(0, numbers.reshape(-1))
+
+    def split(self, parts: int) -> "list[PackedPlace]":
+        numel = self.numel // parts
+        return [replace(self, start=self.start + part * numel, numel=numel) for part in range(parts)]
+
+    def write(self, first: int, numbers: Tensor) -> None:
+        """Pack flat numbers from number `first` of the place on. Raises `ValueError` if one is not finite."""
+        assert self.bundle.packed is not None, "the bundle is packed"
+        codes, scales = self.views(first, numbers.numel())
+        self.bundle.packed.write(numbers, codes, scales)
+
+    def views(self, first: int, numel: int) -> tuple[Tensor, Tensor]:
+        """View the codes and the scales of `numel` numbers from number `first` of the place on."""
+        assert self.bundle.packed is not None, "the bundle is packed"
+        packed = self.bundle.device_weights[0].view(torch.uint8)
+        codes, scales = self.bundle.packed.parts(packed, self.bundle.unpacked_numel)
+        group, start = self.bundle.packed.group, self.start + first
+        stop = start + numel
+        bits = self.bundle.packed.code_bits
+        return codes[start * bits // 8 : stop * bits // 8], scales[start // group : stop // group]
+
+
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same elements of each tensor, so few at once that temporaries stay small."""
     return zip(*(tensor.view(-1).split(SPLIT_ELEMENTS) for tensor in tensors), strict=True)
@@ -237,10 +289,10 @@ class Ownership:
     num_machines: int
 
     def assign(self, bundles: Sequence[Bundle]) -> None:
-        """Give each bundle an owner, alike on all machines, by bytes. A frozen one is only saved, a mapped one never."""
+        """Give each bundle an owner, alike on all machines, by bytes. A frozen one is only saved, a reloaded one never."""
         for trainable in (True, False):
             group = [bundle for bundle in bundles if bundle.trainable is trainable]
-            sizes = [0 if bundle.mapped else bundle.numel for bundle in group]
+            sizes = [0 if bundle.is_reloaded else bundle.numel for bundle in group]
             for bundle, owner in zip(group, assign_owners(sizes, self.num_machines), strict=True):
                 bundle.owner, bundle.is_owned = owner, owner == self.machine
 
@@ -255,21 +307,24 @@ class ParameterLocation:
 
 
 def collect_bundles(
-    model: LayeredModel, mapped: Collection[str], optimizer: Optimizer
+    model: LayeredModel, mapped: Collection[str], optimizer: Optimizer, element_bytes: int
 ) -> tuple[list[Bundle], list[list[ParameterLocation]]]:
     """Group the model's parameters into bundles, in order of first use, with the locations of each layer's parameters.
 
-    Parameters share a bundle if the same layers use them, and if they are alike in being trained and in being `mapped`.
-    `optimizer` says which rule updates each. Buffers are not allocated yet.
+    Parameters share a bundle if the same layers use them, and if they are alike in being trained, in being `mapped` and in
+    the format that they are packed in. Elements have `element_bytes`. `optimizer` says which rule updates each. Buffers are not allocated yet.
     """
     uses, facts = _parameter_uses(model), parameter_facts(model)
-    groups: dict[tuple[tuple[int, ...], bool, bool], list[ParameterFacts]] = {}
+    groups: dict[tuple[tuple[int, ...], bool, bool, PackedFormat | None], list[ParameterFacts]] = {}
     for name, parameter, layers in uses.values():
-        group = (tuple(layers), parameter.requires_grad, name in mapped)
+        group = (tuple(layers), parameter.requires_grad, name in mapped, model.packed.get(name))
         groups.setdefault(group, []).append(facts[name])
     bundles: list[Bundle] = []
-    for (users, trainable, _), parameters in groups.items():
+    for (users, trainable, _, packed), parameters in groups.items():
         segments = _lay_out(parameters, optimizer)
+        numbers = numel = segments[-1].stop
+        if packed is not None:
+            numel = stored_numel(-(-packed.nbytes(numbers) // element_bytes))
         bundles.append(
             Bundle(
                 index=len(bundles),
@@ -277,8 +332,10 @@ def collect_bundles(
                 layers=users,
                 trainable=trainable,
                 parameters=tuple(parameter for segment in segments for parameter in segment.parameters),
-                numel=segments[-1].stop,
+                numel=numel,
                 segments=tuple(segments) if trainable else (),
+                packed=packed,
+                unpacked_numel=0 if packed is None else numbers,
             )
         )
     places = {p.name: (bundle.index, p) for bundle in bundles for p in bundle.parameters}

@@ -101,7 +101,7 @@ class HostStore:
         self._memory = HostAllocator(pinned)
         self.ownership = ownership or Ownership(0, 1)
         mapped = mapped or {}
-        self.bundles, self.locations = collect_bundles(model, mapped, self.optimizer)
+        self.bundles, self.locations = collect_bundles(model, mapped, self.optimizer, dtype.itemsize)
         for bundle in self.bundles:
             if bundle.parameters[0].name in mapped:
                 bundle.mapped = tuple(mapped_ranges(bundle, mapped, dtype))
@@ -136,7 +136,7 @@ class HostStore:
         self, index: int, layer: nn.Module, fill: Callable[[torch.Generator], None], seed: int
     ) -> None:
         """Fill what this machine holds of a layer. The first layer that uses a shared parameter fills it."""
-        ours = [b for b in self.layer_bundles(index) if b.layers[0] == index and not b.mapped]
+        ours = [b for b in self.layer_bundles(index) if b.layers[0] == index and not b.is_reloaded]
         if ours and all(bundle.is_remote for bundle in ours):
             return
         with torch.no_grad(), ExitStack() as blocks:
@@ -376,14 +376,14 @@ class HostStore:
         """
         views = self.named_views()
         for bundle in self.bundles:
-            if not (bundle.trainable or bundle.mapped):
+            if not (bundle.trainable or bundle.is_reloaded):
                 views |= bundle.saved_views(self.step, lags=False)
             elif self.policy.updates_by_layer and bundle.trainable:
                 views |= bundle.older_views(self.step, lags=True)
         return views
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
-        if bundle.mapped or not bundle.is_owned:
+        if bundle.is_reloaded or not bundle.is_owned:
             return {}
         return bundle.saved_views(step, self.lags(bundle))
 
@@ -393,6 +393,11 @@ class HostStore:
     def stage_bytes(self, stage: Stage) -> int:
         layers = range(stage.start, stage.stop)
         return sum(bundle.numel for i in layers for bundle in self.layer_bundles(i)) * self.dtype.itemsize
+
+    def unpacked_bytes(self) -> int:
+        """Compute the most that the packed weights of a layer take in the store's dtype."""
+        layers = (self.layer_bundles(layer) for layer in range(len(self.layer_names)))
+        return max(sum(b.unpacked_numel for b in bundles) for bundles in layers) * self.dtype.itemsize
 
     def num_parameters(self) -> int:
         return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)

@@ -2,13 +2,21 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import DeviceSlot, StageLayout, flatten, has_gradient, unflatten
+from torchround.engine.worker.slots import (
+    DeviceSlot,
+    StageLayout,
+    UnpackedLayer,
+    flatten,
+    has_gradient,
+    unflatten,
+)
 from torchround.keeping import ActivationRecord, without_output
 from torchround.layer import Batch, Hidden
 
@@ -25,18 +33,27 @@ def bind(
     weights: DeviceSlot,
     gradients: DeviceSlot | None,
     own_dtypes: Mapping[str, torch.dtype],
+    unpacked: UnpackedLayer,
 ) -> dict[int, nn.Module]:
     """Give the stage's layers their parameters as views of the slots. Returns the layers by number.
 
     With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
-    accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream.
+    accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream. Packed ones
+    are views of `unpacked`, which has to `hold` the layer whenever it runs.
     """
     weight_start = {used.use: used.start for used in layout.weights}
     gradient_start = {used.use: used.start for used in layout.gradients}
     for layer in layout.layers:
+        packed = [used.bundle for used in layout.packed_of(layer)]
+        sizes = [bundle.unpacked_numel for bundle in packed]
+        unpacked_start = dict(zip([b.index for b in packed], accumulate(sizes, initial=0), strict=False))
         for location in store.locations[layer]:
             use, parameter = (layer, location.bundle), location.parameter
-            value = parameter.view(weights.memory[weight_start[use] :])
+            if location.bundle in unpacked_start:
+                # `.data` has a version counter of its own: autograd need not know that the memory is written in between.
+                value = parameter.view(unpacked.memory[unpacked_start[location.bundle] :]).data
+            else:
+                value = parameter.view(weights.memory[weight_start[use] :])
             dtype = own_dtypes.get(parameter.name, value.dtype)
             leaf = nn.Parameter(value.to(dtype), requires_grad=False)
             if gradients is not None and use in gradient_start:
@@ -72,6 +89,8 @@ class StageComputation:
     That layer still receives the gradient of its output. A layer runs inside of what its entry in `around` makes; what a
     `recording` collects there is in `kept`. If nothing `reads_output`, the last layer may leave its values out.
 
+    `before` is called with the number of each layer before its forward and before its backward.
+
     With a `loss_factor` the last layer returns a loss, multiplied by it before the backward. The first call of `backward`
     then finishes the forward, and leaves the `loss`.
     """
@@ -85,8 +104,10 @@ class StageComputation:
         around: Mapping[int, LayerContext] | None = None,
         reads_output: bool = True,
         loss_factor: float | None = None,
+        before: Callable[[int], object] = lambda layer: None,
     ) -> None:
         self._layers = layers
+        self._before = before
         self._stop = max(layers) + 1
         self._inputs = inputs
         # If the backward follows the forward, the loss may make its gradients in the forward.
@@ -147,6 +168,7 @@ class StageComputation:
                 leaf, output = self._graphs.pop()
             else:
                 leaf, output = self._run(self._next, self._repeated.pop(), wanted=None, is_read=False)
+            self._before(self._next)
             _backward(output, gradients)
             if leaf is None:
                 return None
@@ -173,6 +195,7 @@ class StageComputation:
 
     def _call(self, number: int, hidden: Hidden | None) -> Hidden:
         layer, around = self._layers[number], self._around.get(number)
+        self._before(number)
         micro_batch = self._micro_batch.for_layer(number)  # dropout masks from numbers of its own
         if around is None:
             output = layer(hidden, micro_batch)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -259,6 +259,7 @@ class StageRun:
         self._weights, self._layout = upload.slot, upload.layout
         self._gradients = None if download is None else download.slot
         self._on_final = on_final
+        self._refreshes = setup.store.refreshes
         self._layers = self._bind()
         # The first layer whose activations stay for its backward.
         by_layer = setup.settings.layerwise_recompute
@@ -273,7 +274,9 @@ class StageRun:
         # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
         own_dtypes = setup.model.own_dtypes
         binding = partial(
-            bind, setup.store, worker.skeletons, self._layout, self._weights, self._gradients, own_dtypes
+            bind,
+            *(setup.store, worker.skeletons, self._layout, self._weights, self._gradients, own_dtypes),
+            worker.slots.unpacked,
         )
         # With dtypes of their own it copies parameters.
         reads = [self._weights.memory]
@@ -281,6 +284,16 @@ class StageRun:
         if (compiler := setup.settings.compiler) is None:
             return layers
         return {index: compiler.compiled(index, layer, worker.board) for index, layer in layers.items()}
+
+    def _computation(self, *arguments: Any, **options: Any) -> StageComputation:
+        return StageComputation(self._layers, *arguments, before=self._unpack, **options)
+
+    def _unpack(self, layer: int) -> None:
+        """Have the packed weights of a layer unpacked before it runs, in its own computation."""
+        packed = self._layout.packed_of(layer)
+        if packed:
+            ranges = [(u, self._weights.memory[u.start : u.start + u.bundle.numel]) for u in packed]
+            self._worker.slots.unpacked.hold((layer, self._refreshes), ranges)
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""
@@ -301,7 +314,7 @@ class StageRun:
         micro_batch, inputs = self._bring_inputs(m)
         names = self._names if pass_.training else {}
         records = {layer: partial(recording, kept) for layer, kept in names.items()}
-        forward = StageComputation(self._layers, inputs, micro_batch, stage.stop, around=records)
+        forward = self._computation(inputs, micro_batch, stage.stop, around=records)
         # Sent where it is made: it leaves while the layers behind it compute, and the stage need not hold all at once.
         layers = range(stage.start + 1, stage.stop + 1)
         sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
@@ -321,9 +334,7 @@ class StageRun:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         pass_ = self._pass
         micro_batch, inputs = self._bring_inputs(m)
-        fused = StageComputation(
-            self._layers, inputs, micro_batch, self._graphs_from, loss_factor=pass_.loss_factor
-        )
+        fused = self._computation(inputs, micro_batch, self._graphs_from, loss_factor=pass_.loss_factor)
         if self._times_layers:
             self._run_to(SpanKind.FORWARD, m, fused, self._layout.layers[1:])
         gradients = self._differentiate(SpanKind.FUSED, m, fused, ())
@@ -341,9 +352,7 @@ class StageRun:
         replays = {layer: partial(replaying, self._names[layer], kept[layer]) for layer in kept}
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = StageComputation(
-            self._layers, inputs, micro_batch, self._graphs_from, replays, reads_output=False
-        )
+        recomputed = self._computation(inputs, micro_batch, self._graphs_from, replays, reads_output=False)
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
         self._run_to(SpanKind.RECOMPUTE, m, recomputed, stops)
         boundary = self._worker.wait(pass_.boundary_gradients[stage.stop, m])

@@ -115,6 +115,30 @@ class TwoSlots:
         return slot
 
 
+class UnpackedLayer:
+    """Device memory for the numbers of one layer's packed weights: those of the layer that runs, in its own dtype.
+
+    Only the compute stream uses it. `content` is the layer that it holds and `HostStore.refreshes` at its upload.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.content: tuple[int, int] | None = None
+
+    def hold(self, content: tuple[int, int], packed: "Sequence[tuple[SlotRange, Tensor]]") -> None:
+        """Unpack a layer's ranges of a weight slot, unless they are what the memory holds."""
+        if content == self.content:
+            return
+        start = 0
+        with torch.no_grad():
+            for used, memory in packed:
+                bundle, numel = used.bundle, used.bundle.unpacked_numel
+                assert bundle.packed is not None, "only packed bundles are unpacked"
+                bundle.packed.unpack(memory.view(torch.uint8), self.memory[start : start + numel])
+                start += numel
+        self.content = content
+
+
 class SlotRange(NamedTuple):
     """The elements of a weight or gradient slot that one layer's use of a bundle occupies."""
 
@@ -146,6 +170,9 @@ class StageLayout:
                     self.gradients.append(SlotRange(layer, bundle, self.gradient_numel))
                     self.gradient_numel += bundle.numel
 
+    def packed_of(self, layer: int) -> list[SlotRange]:
+        return [used for used in self.weights if used.layer == layer and used.bundle.packed is not None]
+
     def gradients_of(self, layers: range) -> slice:
         used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
         return slice(used[0].start, used[-1].start + used[-1].bundle.numel) if used else slice(0)
@@ -154,7 +181,8 @@ class StageLayout:
 class StageSlots:
     """The device memory for weights and gradients of a device's stages: as much as `device_memory` counts.
 
-    `rounding` is for gradients on their way to the host. It is None if slots have the store's dtype.
+    `rounding` is for gradients on their way to the host. It is None if slots have the store's dtype. `unpacked` is empty if
+    no weights are packed.
     """
 
     def __init__(
@@ -175,6 +203,7 @@ class StageSlots:
         gradients = slot_space(partition, num_devices, gradient_bytes, of_gradients=True)
         self.weights = TwoSlots(device.allocate(weights).view(store.dtype))
         self.gradients = TwoSlots(device.allocate(gradients).view(accumulate_dtype))
+        self.unpacked = UnpackedLayer(device.allocate(store.unpacked_bytes()).view(store.dtype))
         self.rounding: Tensor | None = None
         if accumulate_dtype != store.dtype:
             largest = max(self.layout(s).gradient_numel for s in partition.stages()[len(partition.forward) :])
