@@ -15,6 +15,7 @@ from torchround.models.common.lora import LoraShape as LoraShape
 from torchround.models.common.lora import adapter_names as adapter_names
 from torchround.models.common.lora import adapters_of as adapters_of
 from torchround.models.common.lora import add_adapters as add_adapters
+from torchround.models.common.lora import pack_base as pack_base
 from torchround.models.common.lora import peft_config as peft_config
 from torchround.models.gpt_oss import GPT_OSS
 from torchround.models.llama3 import LLAMA3

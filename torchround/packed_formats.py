@@ -29,7 +29,14 @@ PIECE = 64 * 1024
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    *(
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
 )
 # The smallest divisor of bitsandbytes, for groups of zeros and of denormal numbers.
 NF4_LEAST = 1e-38
@@ -38,12 +45,23 @@ E4M3_LARGEST = 448.0
 
 @dataclass(frozen=True)
 class PackedFormat(ABC):
-    """A way to pack numbers: `code_bits` for each, and one scale for each `group` of consecutive numbers."""
+    """A way to pack numbers: `code_bits` for each, and one scale for each `group` of numbers.
+
+    The numbers of a group are `inner` places apart: 1, or the columns of a matrix whose columns are cut into groups."""
 
     name: str
     group: int
     code_bits: int
     scale_dtype: torch.dtype
+    inner: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.inner == 1 else f"{self.name}-{self.inner}"
+
+    @property
+    def unit(self) -> int:
+        """The least numbers that have codes and scales of their own."""
+        return self.group * self.inner
 
     def nbytes(self, numel: int) -> int:
         assert numel % UNIT == 0, f"{numel} elements are no multiple of {UNIT}"
@@ -51,50 +69,40 @@ class PackedFormat(ABC):
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Tell whether a tensor can be packed: a matrix, or a stack of matrices, whose rows are whole groups."""
-        return len(shape) >= 2 and shape[-1] % self.group == 0 and math.prod(shape) % UNIT == 0
+        inside = shape[-1] if self.inner == 1 else shape[-2] if shape[-1] == self.inner else 1
+        return len(shape) >= 2 and inside % self.group == 0 and math.prod(shape) % UNIT == 0
+
+    def place(self, packed: Tensor, numel: int) -> "PackedPlace":
+        """Find the codes and scales of `numel` numbers in uint8 `packed`."""
+        at = self._scales_at(numel)
+        return PackedPlace(self, packed[:at], packed[at : self.nbytes(numel)].view(self.scale_dtype))
 
     def pack(self, numbers: Tensor, packed: Tensor) -> None:
         """Write the codes and scales of flat `numbers` [n] to uint8 `packed` [nbytes(n)].
 
         Raises `ValueError` for a number that is not finite; `packed` is then partly written.
         """
-        self.write(numbers, *self.parts(packed, numbers.numel()))
-
-    def write(self, numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Do as `pack`, with codes and scales in places of their own."""
-        for start in range(0, numbers.numel(), PIECE):
-            groups = numbers[start : start + PIECE].view(-1, self.group).float()
-            largest = groups.abs().amax(1)
-            if not largest.isfinite().all():
-                raise ValueError("it holds numbers that are not finite, which have no packed form")
-            found, scale = self._encode(groups, largest)
-            self._join(found.view(-1), codes[start * self.code_bits // 8 :])
-            scales[start // self.group :][: len(scale)] = scale
+        self.place(packed, numbers.numel()).write(0, numbers)
 
     def unpack(self, packed: Tensor, numbers: Tensor) -> None:
         """Write the numbers of uint8 `packed` to flat `numbers` [n]. Compiled, it is one kernel without temporaries."""
-        self.read(*self.parts(packed, numbers.numel()), numbers)
+        self.place(packed, numbers.numel()).read(numbers)
 
-    def read(self, codes: Tensor, scales: Tensor, numbers: Tensor) -> None:
-        """Do as `unpack`, with codes and scales in places of their own."""
-        numel = numbers.numel()
-        if torch.compiler.is_compiling():
-            return self._unpack(codes, scales, numbers)
-        for start in range(0, numel, PIECE):
-            end = min(start + PIECE, numel)
-            piece = slice(start * self.code_bits // 8, end * self.code_bits // 8)
-            self._unpack(codes[piece], scales[start // self.group : end // self.group], numbers[start:end])
+    def _pack(self, numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
+        groups = numbers.view(-1, self.group, self.inner).transpose(1, 2).float()
+        largest = groups.abs().amax(2)
+        if not largest.isfinite().all():
+            raise ValueError("it holds numbers that are not finite, which have no packed form")
+        found, scale = self._encode(groups.reshape(-1, self.group), largest.view(-1))
+        self._join(found.view(-1, self.inner, self.group).transpose(1, 2).reshape(-1), codes)
+        scales.copy_(scale)
 
     def _unpack(self, codes: Tensor, scales: Tensor, numbers: Tensor) -> None:
-        values = self._decode(self._split(codes)).view(-1, self.group)
-        numbers.view(-1, self.group).copy_(values * self._factors(scales)[:, None])
+        values = self._decode(self._split(codes)).view(-1, self.group, self.inner)
+        numbers.view(values.shape).copy_(values * self._factors(scales).view(-1, 1, self.inner))
 
     def _scales_at(self, numel: int) -> int:
         return numel * self.code_bits // 8
-
-    def parts(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        at = self._scales_at(numel)
-        return packed[:at], packed[at : self.nbytes(numel)].view(self.scale_dtype)
 
     def _join(self, codes: Tensor, to: Tensor) -> None:
         to[: len(codes)] = codes
@@ -113,6 +121,56 @@ class PackedFormat(ABC):
     @abstractmethod
     def _decode(self, codes: Tensor) -> Tensor:
         """Turn codes into fp32 numbers before scaling."""
+
+
+@dataclass(frozen=True)
+class PackedPlace:
+    """The memory of some packed numbers: uint8 `codes` and the `scales` of their groups."""
+
+    format: PackedFormat
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.codes.numel() * 8 // self.format.code_bits
+
+    def part(self, first: int, numel: int) -> "PackedPlace":
+        """View `numel` numbers from number `first` on, both multiples of the format's unit."""
+        bits, group = self.format.code_bits, self.format.group
+        codes = self.codes[first * bits // 8 : (first + numel) * bits // 8]
+        return PackedPlace(self.format, codes, self.scales[first // group : (first + numel) // group])
+
+    def split(self, parts: int) -> "list[PackedPlace]":
+        numel = self.numel // parts
+        return [self.part(part * numel, numel) for part in range(parts)]
+
+    def write(self, first: int, numbers: Tensor) -> None:
+        """Pack flat numbers from number `first` on. Raises `ValueError` if one is not finite."""
+        for start in self._pieces(numbers.numel()):
+            piece = numbers[start : start + self._step]
+            place = self.part(first + start, piece.numel())
+            self.format._pack(piece, place.codes, place.scales)
+
+    def copy_(self, numbers: Tensor) -> None:
+        self.write(0, numbers.reshape(-1))
+
+    def read(self, numbers: Tensor) -> None:
+        """Unpack into flat `numbers`."""
+        if torch.compiler.is_compiling():
+            self.format._unpack(self.codes, self.scales, numbers)
+            return
+        for start in self._pieces(numbers.numel()):
+            piece = numbers[start : start + self._step]
+            place = self.part(start, piece.numel())
+            self.format._unpack(place.codes, place.scales, piece)
+
+    @property
+    def _step(self) -> int:
+        return max(PIECE // self.format.unit, 1) * self.format.unit
+
+    def _pieces(self, numel: int) -> range:
+        return range(0, numel, self._step)
 
 
 class NF4(PackedFormat):

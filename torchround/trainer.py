@@ -20,6 +20,7 @@ from torchround.observe.logger import MetricsLogger
 from torchround.observe.record import PromptSample
 from torchround.observe.run_page import PAGE_FILE, draw_pictures
 from torchround.optim import LRSchedule
+from torchround.optim.optimizer import make_optimizer
 from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
 from torchround.planning.update_modes import STEPS_UNDER_WAY
@@ -86,9 +87,10 @@ class Trainer:
         machines.same_mistakes(
             lambda: require_room(folder, parts.question), (RunError,), "whether checkpoints have room"
         )
-        self.store = build_store(
-            parts.model, parts.numbers, parts.hardware, parts.mapped, machines.ownership()
-        )
+        mapped = dict(parts.mapped)
+        if parts.packed_base is not None and self.config.lora.map_base:
+            mapped |= parts.packed_base.map(parts.numbers.dtype, make_optimizer(self.config.optimizer))
+        self.store = build_store(parts.model, parts.numbers, parts.hardware, mapped, machines.ownership())
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
         self._compiler = layer_compiler(
             *(parts.model, self.config.engine, parts.hardware.kind, parts.question.stays_uncompiled)
@@ -96,6 +98,8 @@ class Trainer:
         self._devices = parts.hardware.make_devices()
         trace_folder = folder.path / "trace"
         self._traces = StepTraces(self.config.trace, trace_folder, self._devices, self._total_steps)
+        if parts.packed_base is not None:
+            parts.packed_base.fill(self.store)
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         # Each machine has filled what it owns.
@@ -140,7 +144,7 @@ class Trainer:
                 text = "the frozen weights below the adapters are random, so there is little to learn; give the folder"
                 logger.warning("lora.rank: %s of a released or exported model (model.hf_path)", text)
         progress = Progress("initialising layers", len(model.layers))
-        read = None if begins_with is None else begins_with.load
+        read = None if begins_with is None else partial(begins_with.load, skipped=model.packed.keys())
         self.store.initialize(model, seed, read, progress.advance)
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:

@@ -304,8 +304,8 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
                 )
 
 
-def pack_base(model: LayeredModel, packed_format: PackedFormat) -> LayeredModel:
-    """Have the frozen matrices of the blocks packed, except routers and matrices whose rows are no whole groups.
+def pack_base(model: LayeredModel, formats: PackedFormat | Mapping[str, PackedFormat]) -> LayeredModel:
+    """Have the frozen matrices of the blocks packed in one format, or by name, except routers and those that do not fit.
 
     A router's choice would change by rounding its weights, and it is small. Embedding and head stay too: few of their rows
     matter for a token, and no adapter can correct them.
@@ -314,9 +314,13 @@ def pack_base(model: LayeredModel, packed_format: PackedFormat) -> LayeredModel:
     for layer_name, layer in zip(model.names[1:-1], model.layers[1:-1], strict=True):
         for path, parameter in layer.named_parameters():
             name, owner = f"{layer_name}.{path}", path.rpartition(".")[0]
-            stays = parameter.requires_grad or name in model.own_dtypes or name not in shapes
-            if not stays and not _is_router(layer, owner) and packed_format.fits(parameter.shape):
-                packed[name] = packed_format
+            found = formats if isinstance(formats, PackedFormat) else formats.get(name)
+            if found is None or parameter.requires_grad or name in model.own_dtypes or name not in shapes:
+                continue
+            if found.name == "mxfp4" and getattr(layer.get_submodule(owner), "inputs_first", False):
+                found = replace(found, inner=parameter.shape[-1])  # groups of inputs, as GPT-OSS is released
+            if found.fits(parameter.shape) and not _is_router(layer, owner):
+                packed[name] = found
     return replace(model, packed=packed)
 
 

@@ -11,7 +11,14 @@ from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.lora import pack_base
 from torchround.packed_formats import FORMATS
 
-SIZES = {"num_layers": FAMILY_BLOCKS, "hidden_size": 128, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "ffn_size": 256}
+SIZES = {
+    "num_layers": FAMILY_BLOCKS,
+    "hidden_size": 128,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 64,
+    "ffn_size": 256,
+}
 
 
 def packed_model(name, family=("llama3", "debug"), targets=("q_proj", "up_proj"), **changes):

@@ -19,9 +19,9 @@ from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, bu
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.hf import HFError, PretrainedWeights, quantisation, quantised_advice, read_adapters
-from torchround.hf.packed import read_numbers
+from torchround.hf.packed import format_of, read_numbers
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
-from torchround.layer import FileTensor, HFNames, LayeredModel
+from torchround.layer import FileTensor, HFNames, LayeredModel, names_in
 from torchround.machines.group import MachineError
 from torchround.models import (
     FAMILIES,
@@ -32,8 +32,10 @@ from torchround.models import (
     adapter_names,
     adapters_of,
     add_adapters,
+    pack_base,
 )
 from torchround.optim.split_weights import join
+from torchround.packed_formats import FORMATS
 from torchround.planning.cards import UnknownPeakError
 from torchround.planning.partition import PlanError
 from torchround.planning.planner import InfeasiblePlanError
@@ -100,9 +102,25 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     except ModelConfigError as error:
         raise options.error("model", str(error)) from error
     if options.config.lora.rank:
-        shape = LoraShape(**options.config.lora.model_dump(exclude={"path", "map_base"}))
+        excluded = {"path", "map_base", "base", "base_cache"}
+        shape = LoraShape(**options.config.lora.model_dump(exclude=excluded))
         add_adapters(model, family.module_names(config), shape)
+        model = _packed(options, family, config, model)
     return model
+
+
+def _packed(options: Options, family: ModelFamily, config: Any, model: LayeredModel) -> LayeredModel:
+    """Have the frozen matrices packed as `lora.base` says. Raises `HFError` for a folder whose headers cannot be read."""
+    base, folder = options.config.lora.base, options.config.model.hf_path
+    if base == "bf16" or (base == "auto" and folder is None):
+        return model
+    if base != "auto":
+        return pack_base(model, FORMATS[base])
+    assert folder is not None, "a release has a folder"
+    tensors = read_numbers(Path(folder).expanduser())
+    names = family.names_in_folder(config, tensors).names
+    found = {name: format_of([tensors[part] for part in names_in(held)]) for name, held in names.items()}
+    return pack_base(model, {name: packed for name, packed in found.items() if packed is not None})
 
 
 def known_families(module: str | None) -> Mapping[str, ModelFamily]:
@@ -185,7 +203,9 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
         (f"{name}.{path}", weight) for name, layer in layers for path, weight in layer.named_parameters()
     )
     # A tied parameter has a name in each of its layers, and is stored under one of them.
-    frozen = {name for name, weight in named if not weight.requires_grad} & shapes.keys()
+    frozen = {
+        name for name, weight in named if not weight.requires_grad
+    } & shapes.keys() - model.packed.keys()
     return weights, weights.map_tensors(sorted(frozen), DTYPES[config.training.dtype])
 
 
@@ -324,7 +344,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
 def starting_weights(checkpoint: Path, model: LayeredModel, mapped: Mapped) -> PretrainedWeights:
     """Open all weights of a checkpoint for a new run of `model`, but those that stay `mapped`. Raises `HFError`."""
     stored = checkpoint_weights(checkpoint)
-    names = {name: name for name in model.stored_shapes() if name not in mapped}
+    names = {name: name for name in model.stored_shapes() if name not in mapped and name not in model.packed}
     return PretrainedWeights(checkpoint, names, model.stored_shapes(), stored, tensors=stored)
 
 

@@ -75,7 +75,14 @@ def configured_question(options: Options, hardware: Hardware) -> RunQuestion:
         vocab_size = build_tokenizer(config.tokenizer, config.model.hf_path).vocab_size
     model = build_model(options, vocab_size)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
-    return question_of(config, model, hardware, mapped, planned_machines(config.machines))
+    return question_of(
+        config, model, hardware, [*mapped, *mapped_packed(config, model)], planned_machines(config.machines)
+    )
+
+
+def mapped_packed(config: Config, model: LayeredModel) -> Collection[str]:
+    """List the packed weights that stay in files of `lora.base_cache`."""
+    return model.packed if config.lora.map_base else ()
 
 
 def question_of(

@@ -36,6 +36,7 @@ from torchround.commands.export_hf import export
 from torchround.commands.generation_files import stop_tokens
 from torchround.commands.plan_run import (
     exchange_text,
+    mapped_packed,
     plan_with_advice,
     planned_hardware,
     planned_machines,
@@ -43,7 +44,7 @@ from torchround.commands.plan_run import (
     show_plan,
 )
 from torchround.commands.try_model import prompts_of
-from torchround.config import Config, Options, parse_command_line, to_toml
+from torchround.config import Config, Options, parse_command_line, show, to_toml
 from torchround.data import DataError, Loader, Tokenizer, build_validation_loader, reading_order
 from torchround.data.loader import reads_conversations
 from torchround.engine.errors import EngineError
@@ -58,6 +59,7 @@ from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
+from torchround.run.packed_base import PackedBase
 from torchround.run.resume import check_start, first_state, given_folder, resumed_stale_layers
 from torchround.run.run_folder import RunFolder, disk_text, require_room
 from torchround.run.several_machines import RunMachines, joined_machines
@@ -135,11 +137,19 @@ def build(
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
+    packed_base = None
+    if model.packed:
+        if pretrained is None:
+            legal = 'model.hf_path, the folder of the model whose weights are packed, or "bf16"'
+            raise options.error(
+                "lora.base", f"given {show(config.lora.base)} for random weights; legal: {legal}"
+            )
+        packed_base = PackedBase(model, pretrained, config.lora.base_cache, machines.rank)
     hardware = hardware or find_hardware(config.engine, machines.host_share)
     start = given_folder(config)
     if start is not None and config.checkpoint.load == "weights" and not checkpointer.checkpoints():
         pretrained = starting_weights(start, model, mapped)
-    question = question_of(config, model, hardware, mapped, planned)
+    question = question_of(config, model, hardware, [*mapped, *mapped_packed(config, model)], planned)
     question = with_kept_choices(question, config, folder)
     plan = plan_with_advice(question)
     if question.mode.updates_by_layer:
@@ -167,6 +177,7 @@ def build(
         pretrained=pretrained,
         mapped=mapped,
         machines=machines,
+        packed_base=packed_base,
     )
 
 

@@ -223,7 +223,7 @@ def model_of_run(folder: Path, step: int | None, given: Mapping[str, Any]) -> Tr
     if saved.base is not None:
         missing = sorted(saved.model.stored_shapes().keys() - saved.weights.names.keys())
         saved.base.restrict(missing)
-        mapped = saved.base.map_tensors(missing, dtype)
+        mapped = saved.base.map_tensors(sorted(set(missing) - saved.model.packed.keys()), dtype)
         saved.weights.adapters = saved.base  # read after the checkpoint's own
     tokenizer = find_tokenizer(options)
     name = f"{folder} after step {step}"
@@ -257,7 +257,12 @@ def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: 
     """Read the model's weights, and start an engine for `batch_size` sequences of up to `tokens` tokens."""
     dtype = DTYPES[tried.options.config.training.dtype]
     shapes = tried.model.stored_shapes().items()
-    own = sum(shape.numel() * dtype.itemsize for name, shape in shapes if name not in tried.mapped)
+    packed = tried.model.packed
+    own = sum(
+        packed[name].nbytes(shape.numel()) if name in packed else shape.numel() * dtype.itemsize
+        for name, shape in shapes
+        if name not in tried.mapped
+    )
     if hardware.host_bytes is not None and own > hardware.host_bytes:
         text = f"the weights take {size_text(own)} of host memory, and {size_text(hardware.host_bytes)} can be used"
         raise EngineUsageError(f"{text}; those that files hold in training.dtype stay there and take none")

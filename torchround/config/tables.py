@@ -373,9 +373,19 @@ class LoraTable(Table):
     path: Name | None = None
     """Folder with adapters in PEFT's format that a new run starts from; `rank` and the keys after it as they have them."""
 
+    base: Literal["bf16", "nf4", "fp8", "mxfp4", "auto"] = "bf16"
+    """Format of the blocks' frozen matrices in host memory and on the link: `bf16` is `training.dtype`; `nf4` takes 0.28 of
+    its bytes, `mxfp4` 0.27, `fp8` 0.52. `auto` keeps the format of the release: MXFP4 of GPT-OSS, FP8 of DeepSeek.
+    Checkpoints do not hold packed weights; a resumed run packs them again (docs/packed_weights.md)."""
+
+    base_cache: Name | None = None
+    """Folder that keeps packed weights, so that the next start reads or maps them with their checksums. It may serve several
+    runs on one base."""
+
     map_base: bool = False
     """Read frozen weights from the files of `model.hf_path` when they are used: they take no host memory and no room in
-    checkpoints, and the files must not change. Weights in another format than `training.dtype` are still copied."""
+    checkpoints, and the files must not change. Packed ones are read from `base_cache`. Weights in another format than
+    `training.dtype` are still copied."""
 
 
 class MetricsTable(Table):

@@ -195,6 +195,12 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             yield f"lora.{key} lora.rank", "a rank above 0, which trains adapters"
         elif key in ("map_base", "path") and getattr(lora, key) and model.hf_path is None:
             yield f"lora.{key} model.hf_path", "the folder of the model that the adapters belong to"
+    if lora.base != "bf16" and lora.rank == 0:
+        yield "lora.base lora.rank", 'a rank above 0, because trained weights are not packed, or "bf16"'
+    if lora.base_cache is not None and lora.base == "bf16":
+        yield "lora.base_cache lora.base", "a packed format, whose weights the folder keeps"
+    if lora.map_base and lora.base != "bf16" and lora.base_cache is None:
+        yield "lora.map_base lora.base lora.base_cache", "a folder whose files hold the packed weights"
     if config.checkpoint.export == "adapters" and lora.rank == 0:
         yield "checkpoint.export lora.rank", '"weights" if no adapters are trained'
     if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:

@@ -22,6 +22,7 @@ from torchround.hf.export import ExportedTensor
 from torchround.hf.pretrained import PretrainedWeights
 from torchround.hf.tensor_folder import PIECE_BYTES, HFError, StoredTensor, TensorFiles, read_object
 from torchround.layer import HFTensors
+from torchround.packed_formats import PackedPlace
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -132,9 +133,10 @@ class AdapterWeights(PretrainedWeights):
     weights: Mapping[str, StoredTensor]
     dtype: torch.dtype
 
-    def _read(self, files: TensorFiles, name: str, view: Tensor) -> None:
+    def _read(self, files: TensorFiles, name: str, view: Tensor | PackedPlace) -> None:
         super()._read(files, name, view)
         if name in self.weights:
+            assert isinstance(view, Tensor), "magnitudes are trained, so they are not packed"
             view -= _row_norms(files, self.weights[name], self.dtype)
 
 

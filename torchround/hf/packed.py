@@ -12,8 +12,8 @@ is decoded piece by piece as it is read: `number = round(fp32(code) * scale)`, a
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchround.hf.tensor_folder import (
+    PIECE_BYTES,
     SINGLE_FILE,
     HFError,
     StoredTensor,
@@ -29,6 +30,7 @@ from torchround.hf.tensor_folder import (
     read_folder,
     read_object,
 )
+from torchround.packed_formats import FORMATS, PackedFormat, PackedPlace
 
 BLOCK = 32
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -49,6 +51,14 @@ class PackedTensor(StoredTensor):
     def parts(self) -> tuple[StoredTensor, ...]:
         return self.packed
 
+    def packs_as(self, packed: PackedFormat) -> bool:
+        """Tell whether `packed` has the same codes and scales, so that they need no rounding."""
+        raise NotImplementedError
+
+    def read_packed(self, files: TensorFiles, place: PackedPlace) -> None:
+        """Fill `place`, of a format that it `packs_as`, with codes and scales. Raises `HFError`."""
+        raise NotImplementedError
+
     def _scales(self, files: TensorFiles, first: int, count: int) -> Tensor:
         """Read `count` scales from number `first` on. Raises `HFError` for one that is not a finite number."""
         scales = self.packed[1]
@@ -65,19 +75,40 @@ class PackedRows(PackedTensor):
 
     block: tuple[int, int]
 
+    def packs_as(self, packed: PackedFormat) -> bool:
+        columns, width = self.shape[-1], self.block[1]
+        is_cut = columns % packed.group == 0 and (width % packed.group == 0 or width >= columns)
+        return packed == FORMATS["fp8"] and self.packed[0].dtype_name == "F8_E4M3" and is_cut
+
+    def read_packed(self, files: TensorFiles, place: PackedPlace) -> None:
+        columns, width, group = self.shape[-1], self.block[1], place.format.group
+        step = max(PIECE_BYTES // columns, 1)
+        for first in range(0, place.numel // columns, step):
+            last = min(first + step, place.numel // columns)
+            codes, factors = self._rows(files, first, last)
+            part = place.part(first * columns, (last - first) * columns)
+            part.codes.copy_(codes.view(torch.uint8).view(-1))
+            part.scales.copy_(factors[:, torch.arange(0, columns, group) // width].view(-1))
+
     def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
-        (rows, columns), codes = self.shape[-2:], self.packed[0]
+        columns = self.shape[-1]
         begin, end = (self.begin + start) // 2, (self.begin + start + nbytes) // 2
         first, last = begin // columns, -(-end // columns)
-        # Of each row of codes its row of scales, counted through all matrices of a stack.
+        codes, factors = self._rows(files, first, last)
+        each = factors.repeat_interleave(self.block[1], 1)[:, :columns]
+        numbers = codes.float().mul_(each).bfloat16()
+        return numbers.view(-1)[begin - first * columns : end - first * columns].view(torch.uint8)
+
+    def _rows(self, files: TensorFiles, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Read rows, counted through all matrices of a stack: their codes, and their fp32 scales, one for each block."""
+        (rows, columns), codes = self.shape[-2:], self.packed[0]
         number = torch.arange(first, last)
         number = number // rows * -(-rows // self.block[0]) + number % rows // self.block[0]
         across, lowest = -(-columns // self.block[1]), int(number[0])
         scales = self._scales(files, lowest * across, (int(number[-1]) + 1 - lowest) * across)
-        factors = scales.float().view(-1, across).repeat_interleave(self.block[1], 1)[:, :columns]
+        factors = scales.float().view(-1, across)[number - lowest]
         found = files.read(codes, first * columns, (last - first) * columns).view(codes.known_dtype)
-        numbers = found.view(-1, columns).float().mul_(factors[number - lowest]).bfloat16()
-        return numbers.view(-1)[begin - first * columns : end - first * columns].view(torch.uint8)
+        return found.view(-1, columns), factors
 
 
 @dataclass(frozen=True)
@@ -94,13 +125,27 @@ class PackedExperts(PackedTensor):
         found = torch.cat([self._expert(files, expert).view(-1) for expert in experts])
         return found.view(torch.uint8)[begin - experts[0] * unit :][:nbytes]
 
+    def packs_as(self, packed: PackedFormat) -> bool:
+        return packed == replace(FORMATS["mxfp4"], inner=self.shape[2])
+
+    def read_packed(self, files: TensorFiles, place: PackedPlace) -> None:
+        for expert, part in enumerate(place.split(self.shape[0])):
+            blocks, shared = self._stored(files, expert)
+            codes = torch.stack((blocks & 15, blocks >> 4), -1).view(self.shape[2], self.shape[1])
+            low, high = codes.T.reshape(-1, 2).unbind(1)
+            part.codes.copy_(low | high << 4)
+            part.scales.copy_(shared.T.reshape(-1))
+
     def _expert(self, files: TensorFiles, expert: int) -> Tensor:
+        return dequantise(*self._stored(files, expert)).T.bfloat16().contiguous()
+
+    def _stored(self, files: TensorFiles, expert: int) -> tuple[Tensor, Tensor]:
+        """Read the uint8 blocks `[Z, G, 16]` and scales `[Z, G]` of an expert."""
         codes, scales = self.packed
         shape = scales.shape[1:]
         shared = self._scales(files, expert * math.prod(shape), math.prod(shape)).view(shape)
         size = codes.nbytes // codes.shape[0]
-        blocks = files.read(codes, expert * size, size).view(codes.shape[1:])
-        return dequantise(blocks, shared.view(torch.uint8)).T.bfloat16().contiguous()
+        return files.read(codes, expert * size, size).view(codes.shape[1:]), shared.view(torch.uint8)
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -114,6 +159,16 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
 def _type_of(scales: StoredTensor) -> torch.dtype:
     # UE8M0 is a type of its own in new files, and a byte in older ones.
     return torch.float8_e8m0fnu if scales.dtype_name == "U8" else scales.known_dtype
+
+
+def format_of(tensors: Sequence[StoredTensor]) -> PackedFormat | None:
+    """Find the format in which a store can hold the codes and scales of a parameter's tensors; None for other numbers."""
+    shapes = {tensor.shape for tensor in tensors}
+    candidates = (FORMATS["fp8"], *(replace(FORMATS["mxfp4"], inner=shape[-1]) for shape in shapes if shape))
+    for packed in candidates:
+        if all(isinstance(tensor, PackedTensor) and tensor.packs_as(packed) for tensor in tensors):
+            return packed
+    return None
 
 
 def read_numbers(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, StoredTensor]:

@@ -6,6 +6,7 @@ Names, shapes and types are checked by the headers before the first byte is read
 
 import functools
 import hashlib
+import math
 import os
 import re
 from collections import defaultdict
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchround.hf.packed import read_numbers
+from torchround.hf.packed import PackedTensor, read_numbers
 from torchround.hf.tensor_folder import (
     PIECE_BYTES,
     SINGLE_FILE,
@@ -29,6 +30,7 @@ from torchround.hf.tensor_folder import (
     view_of,
 )
 from torchround.layer import FileTensor, HFTensors, names_in, part_shape
+from torchround.packed_formats import PackedPlace
 from torchround.planning.memory import size_text
 from torchround.untrusted.terminal import Progress
 
@@ -111,12 +113,15 @@ class PretrainedWeights:
         others = "" if self.adapters is None else f" and {self.adapters.fingerprint()}"
         return digest.hexdigest()[:16] + others
 
-    def load(self, views: Mapping[str, AbstractContextManager[Tensor]]) -> None:
+    def load(
+        self, views: Mapping[str, AbstractContextManager[Tensor | PackedPlace]], skipped: Collection[str] = ()
+    ) -> None:
         """Fill `views` by parameter name, then the views of the adapters, if any. Mapped parameters are left out.
 
         Each view is asked for only while its parameter is read (`HostStore.filling`). A parameter without a view is not
         read: on several machines, each holds a part of what is trained.
         """
+        views = {name: view for name, view in views.items() if name not in skipped}
         progress = Progress(f"reading {self.folder}", self.bytes_of(views), size_text)
         with TensorFiles() as files:
             for name, tensors in self.names.items():
@@ -124,12 +129,16 @@ class PretrainedWeights:
                     continue
                 with views[name] as whole:
                     for tensor, view in _parts(tensors, whole):
-                        self._read(files, tensor, view)
+                        try:
+                            self._read(files, tensor, view)
+                        except ValueError as error:
+                            stored = self._tensors[tensor]
+                            raise HFError(f"{stored.path}: {tensor} cannot be packed: {error}") from error
                         progress.advance(sum(part.nbytes for part in self._tensors[tensor].parts))
         if self.adapters is not None:
             self.adapters.load(views)
 
-    def _read(self, files: TensorFiles, name: str, view: Tensor) -> None:
+    def _read(self, files: TensorFiles, name: str, view: Tensor | PackedPlace) -> None:
         read_plain(files, self._tensors[name], view)
 
     def map_tensors(
@@ -179,25 +188,36 @@ class PretrainedWeights:
             problems["of another shape"].append(f"{name} {list(tensor.shape)} instead of {list(shape)}")
 
 
-def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
-    """Read a tensor into `view`, converted to its type. Shape and type were checked. Raises `HFError`."""
+def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor | PackedPlace) -> None:
+    """Read a tensor into `view`, converted to its type, or packed. Shape and type were checked. Raises `HFError`."""
+    if isinstance(view, PackedPlace) and isinstance(tensor, PackedTensor) and tensor.packs_as(view.format):
+        tensor.read_packed(files, view)
+        return
     dtype = tensor.known_dtype
-    flat = view.view(-1)
+    numel = math.prod(tensor.shape)
     unit = max(tensor.unit_bytes, dtype.itemsize) // dtype.itemsize
+    if isinstance(view, PackedPlace):
+        unit = math.lcm(unit, view.format.unit)
     step = max(PIECE_BYTES // dtype.itemsize // unit, 1) * unit
-    for start in range(0, flat.numel(), step):
-        target = flat[start : start + step]
-        piece = files.read(tensor, start * dtype.itemsize, target.numel() * dtype.itemsize)
-        target.copy_(piece.view(dtype))
+    for start in range(0, numel, step):
+        count = min(step, numel - start)
+        piece = files.read(tensor, start * dtype.itemsize, count * dtype.itemsize).view(dtype)
+        if isinstance(view, PackedPlace):
+            view.write(start, piece)
+        else:
+            view.view(-1)[start : start + count].copy_(piece)
 
 
-def _parts(tensors: HFTensors, view: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _parts(tensors: HFTensors, view: Tensor | PackedPlace) -> Iterator[tuple[str, Tensor | PackedPlace]]:
     """Yield each tensor with the part of the view that it fills."""
     if isinstance(tensors, str):
         yield tensors, view
+        return
+    names = names_in(tensors)
+    if isinstance(view, PackedPlace):
+        yield from zip(names, view.split(len(names)), strict=True)
     else:
-        parts = view.view(-1, *part_shape(tensors, view.shape))
-        yield from zip(names_in(tensors), parts, strict=True)
+        yield from zip(names, view.view(-1, *part_shape(tensors, view.shape)), strict=True)
 
 
 def _some(names: list[str]) -> str:

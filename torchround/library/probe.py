@@ -38,7 +38,9 @@ def probe(wrapped: WrappedNet, store: HostStore, batch: SampleBatch) -> list[Lay
     """
     hidden: Any = None
     costs = []
-    layers = zip(wrapped.model.names, wrapped.layers, layer_numels(store.bundles, len(wrapped.layers)), strict=True)
+    layers = zip(
+        wrapped.model.names, wrapped.layers, layer_numels(store.bundles, len(wrapped.layers)), strict=True
+    )
     for index, (name, layer, (trained, frozen)) in enumerate(layers):
         try:
             probed = _with_weights(layer, index, store)

@@ -24,6 +24,7 @@ from torchround.planning.run_question import RunQuestion
 from torchround.planning.update_modes import mode_of
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
+from torchround.run.packed_base import PackedBase
 from torchround.run.run_folder import RunFolder
 from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter, flops_per_token
@@ -39,7 +40,7 @@ class RunParts:
     """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
     `loader` is at the start of the data. `plan` is the answer to `question`. `mapped` are the frozen weights that stay in
-    their files, by parameter name. `machines` are those of the run, this one among them.
+    their files, by parameter name. `packed_base` fills packed ones. `machines` are those of the run, this one among them.
     """
 
     config: Config
@@ -54,6 +55,7 @@ class RunParts:
     pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[FileTensor]]
     machines: RunMachines
+    packed_base: PackedBase | None = None
 
     def identity(self) -> dict[str, str]:
         """Return what must be the same on all machines besides the configuration, by names for messages."""

@@ -207,8 +207,8 @@ def _counted_costs(
 ) -> Callable[[int, int, int], Costs]:
     numels, dtype = layer_numels(bundles, len(model.layers)), numbers.training.dtype
     unpacked = [0] * len(model.layers)
-    for bundle in bundles:
-        unpacked[bundle.layers[0]] += bundle.unpacked_numel * numbers.dtype.itemsize
+    for packed in bundles:
+        unpacked[packed.layers[0]] += packed.unpacked_numel * numbers.dtype.itemsize
     moving = numbers.engine.update, numbers.dtype.itemsize, numbers.dtype.itemsize
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
@@ -296,7 +296,7 @@ def parameter_counts(
                 by_rule[rule_of.get(name, 0)] += stored_numel(numel)
             trained.append(BundleCount(tuple(by_rule), bundle.layers))
         elif numels.keys() <= set(mapped):
-            in_files += sum(numels.values())
+            in_files += sum(numels.values()) if bundle.packed is None else bundle.numel
         else:
             frozen += bundle.numel
     return ParameterCounts(tuple(trained), frozen, in_files)

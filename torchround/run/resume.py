@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # seed. These make another model, which is refused:
 MODEL_KEYS = (
     *("model.family", "model.flavor", "model.shape"),
-    *("lora.rank", "lora.rank_pattern", "lora.dora", "lora.targets", "lora.map_base"),
+    *("lora.rank", "lora.rank_pattern", "lora.dora", "lora.targets", "lora.map_base", "lora.base"),
 )
 # These decide which tensors a checkpoint holds besides; an error about tensors names them:
 ENGINE_KEYS = ("engine.update", "engine.delay_correction")

@@ -6,7 +6,7 @@ parameters are placed update rule by update rule, so that an update is one pass 
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torchround.optim.formats import StateFormat, StatePart
 from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
 from torchround.optim.split_weights import join, split
 from torchround.optim.update_pass import UpdateBuffers
-from torchround.packed_formats import PackedFormat
+from torchround.packed_formats import PackedFormat, PackedPlace
 from torchround.planning.machine_shares import assign_owners
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
@@ -168,8 +168,7 @@ class Bundle:
         assert not self.is_remote, f"{parameter.name} belongs to machine {self.owner}"
         if self.packed is not None:
             numbers = torch.empty(parameter.shape, dtype=self.device_weights[0].dtype)
-            place = PackedPlace(self, parameter.start, parameter.shape.numel())
-            self.packed.read(*place.views(0, place.numel), numbers.view(-1))
+            self._place(parameter).read(numbers.view(-1))
             return numbers
         upper = parameter.view(self.newest(version))
         if self.residual is None:
@@ -179,11 +178,16 @@ class Bundle:
             chunk.copy_(join(upper_half, residual))
         return values
 
+    def _place(self, parameter: FlatParameter) -> PackedPlace:
+        assert self.packed is not None, f"{parameter.name} is not packed"
+        whole = self.packed.place(self.device_weights[0].view(torch.uint8), self.unpacked_numel)
+        return whole.part(parameter.start, parameter.shape.numel())
+
     @contextmanager
-    def writing(self, parameter: FlatParameter, version: int) -> "Iterator[Tensor | PackedPlace]":
+    def writing(self, parameter: FlatParameter, version: int) -> Iterator[Tensor | PackedPlace]:
         """Yield a parameter's values, or the place to pack them, to be changed within `HostStore.writing`."""
         if self.packed is not None:
-            yield PackedPlace(self, parameter.start, parameter.shape.numel())
+            yield self._place(parameter)
             return
         values = self.values(parameter, version)
         yield values
@@ -242,38 +246,6 @@ class Bundle:
     def sources(self, version: int) -> Sequence[tuple[int, Tensor]]:
         """List the host memory that a version is uploaded from, each part with its first element in the bundle."""
         return [(start, in_file.memory) for start, in_file in self.mapped] or [(0, self.version(version))]
-
-
-@dataclass(frozen=True)
-class PackedPlace:
-    """The place of `numel` numbers from number `start` on in a packed bundle, which takes them as numbers or as packed bytes."""
-
-    bundle: Bundle
-    start: int
-    numel: int
-
-    def copy_(self, numbers: Tensor) -> None:
-        self.write(0, numbers.reshape(-1))
-
-    def split(self, parts: int) -> "list[PackedPlace]":
-        numel = self.numel // parts
-        return [replace(self, start=self.start + part * numel, numel=numel) for part in range(parts)]
-
-    def write(self, first: int, numbers: Tensor) -> None:
-        """Pack flat numbers from number `first` of the place on. Raises `ValueError` if one is not finite."""
-        assert self.bundle.packed is not None, "the bundle is packed"
-        codes, scales = self.views(first, numbers.numel())
-        self.bundle.packed.write(numbers, codes, scales)
-
-    def views(self, first: int, numel: int) -> tuple[Tensor, Tensor]:
-        """View the codes and the scales of `numel` numbers from number `first` of the place on."""
-        assert self.bundle.packed is not None, "the bundle is packed"
-        packed = self.bundle.device_weights[0].view(torch.uint8)
-        codes, scales = self.bundle.packed.parts(packed, self.bundle.unpacked_numel)
-        group, start = self.bundle.packed.group, self.start + first
-        stop = start + numel
-        bits = self.bundle.packed.code_bits
-        return codes[start * bits // 8 : stop * bits // 8], scales[start // group : stop // group]
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -394,6 +366,9 @@ def mapped_ranges(
 ) -> Iterator[tuple[int, FileTensor]]:
     """Yield `Bundle.mapped` of a frozen bundle. Files hold each of its parameters as consecutive flat tensors."""
     assert not bundle.trainable, f"{bundle.parameters[0].name} is trained, so it cannot stay in a file"
+    if bundle.packed is not None:  # one tensor for all of them
+        yield 0, mapped[bundle.parameters[0].name][0]
+        return
     for parameter in bundle.parameters:
         start = parameter.start
         for in_file in mapped[parameter.name]:

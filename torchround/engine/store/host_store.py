@@ -50,6 +50,7 @@ from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import KernelKind
 from torchround.optim.optimizer import Optimizer, make_optimizer
 from torchround.optim.update_pass import UpdateBuffers, UpdateKernel, predict_, update_
+from torchround.packed_formats import PackedPlace
 from torchround.planning.partition import Stage
 from torchround.planning.update_modes import SYNC, UpdateMode
 
@@ -116,7 +117,8 @@ class HostStore:
         self,
         model: LayeredModel,
         seed: int,
-        read_weights: Callable[[Mapping[str, AbstractContextManager[Tensor]]], None] | None = None,
+        read_weights: Callable[[Mapping[str, AbstractContextManager[Tensor | PackedPlace]]], None]
+        | None = None,
         advance: Callable[[int], object] = lambda layers: None,
     ) -> None:
         """Fill all weights by the layers' own `init_weights`. `advance` receives 1 after each layer.
@@ -144,11 +146,10 @@ class HostStore:
             for bundle in ours:
                 for parameter in bundle.parameters:
                     # One of another machine is filled too, and dropped: the layer's next one needs the same generator.
-                    values[parameter.name] = (
-                        torch.zeros(parameter.shape)
-                        if bundle.is_remote
-                        else blocks.enter_context(bundle.writing(parameter, self.step))
-                    )
+                    weight: Any = torch.zeros(parameter.shape)
+                    if not bundle.is_remote:
+                        weight = blocks.enter_context(bundle.writing(parameter, self.step))
+                    values[parameter.name] = weight
             for location in self.locations[index]:
                 if location.parameter.name in values:
                     module, name = owner_of(layer, location.path)
@@ -159,7 +160,7 @@ class HostStore:
             fill(torch.Generator().manual_seed(seed * 1_000_003 + index))
 
     @contextmanager
-    def writing(self) -> Iterator[Mapping[str, AbstractContextManager[Tensor]]]:
+    def writing(self) -> Iterator[Mapping[str, AbstractContextManager[Tensor | PackedPlace]]]:
         """Yield, by parameter, a block `with values[name] as weight` to write in. All device weights follow at the end."""
         held = self._held().items()
         yield {name: bundle.writing(parameter, self.step) for name, (bundle, parameter) in held}

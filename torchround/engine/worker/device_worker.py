@@ -285,8 +285,11 @@ class StageRun:
             return layers
         return {index: compiler.compiled(index, layer, worker.board) for index, layer in layers.items()}
 
-    def _computation(self, *arguments: Any, **options: Any) -> StageComputation:
-        return StageComputation(self._layers, *arguments, before=self._unpack, **options)
+    def _computation(
+        self, inputs: dict[int, Hidden | None], micro_batch: Batch, graphs_from: int, **options: Any
+    ) -> StageComputation:
+        options["before"] = self._unpack
+        return StageComputation(self._layers, inputs, micro_batch, graphs_from, **options)
 
     def _unpack(self, layer: int) -> None:
         """Have the packed weights of a layer unpacked before it runs, in its own computation."""
@@ -352,7 +355,9 @@ class StageRun:
         replays = {layer: partial(replaying, self._names[layer], kept[layer]) for layer in kept}
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = self._computation(inputs, micro_batch, self._graphs_from, replays, reads_output=False)
+        recomputed = self._computation(
+            inputs, micro_batch, self._graphs_from, around=replays, reads_output=False
+        )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
         self._run_to(SpanKind.RECOMPUTE, m, recomputed, stops)
         boundary = self._worker.wait(pass_.boundary_gradients[stage.stop, m])

@@ -1,0 +1,110 @@
+"""The packed frozen weights of a run (`lora.base`): read from the cache, otherwise packed from the pretrained ones.
+
+The cache is a folder `base-<digest>` in `lora.base_cache`, in the format of a checkpoint: its manifest has sizes and
+checksums, and a kill leaves no half of it. The digest is of the base, the formats and the places of the parameters, so a
+cache may serve runs of several kinds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint, verify_checkpoint
+from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_store import HostStore
+from torchround.hf import HFError, PretrainedWeights
+from torchround.hf.tensor_folder import map_file, read_header
+from torchround.layer import FileTensor, LayeredModel
+from torchround.optim import Optimizer
+from torchround.planning.memory import size_text
+from torchround.run.run_folder import RunError
+from torchround.untrusted.terminal import Progress
+
+
+@dataclass(frozen=True)
+class PackedBase:
+    """What the packed weights of `model` are made of: the pretrained `weights`, and the folder of caches if there is one.
+
+    Each `machine` has a cache of its own, because they may share a disk.
+    """
+
+    model: LayeredModel
+    weights: PretrainedWeights
+    cache: str | None
+    machine: int = 0
+
+    def fill(self, store: HostStore) -> None:
+        """Fill the packed bundles that are in memory. Raises `HFError`, or `RunError` for a damaged or foreign cache."""
+        bundles = [bundle for bundle in store.bundles if bundle.packed is not None and not bundle.mapped]
+        if not bundles:
+            return
+        views, caches = _views(bundles), self._caches(bundles)
+        if caches is not None and caches.checkpoints():
+            with _NamingCache():
+                load_checkpoint(caches.named(0), views, lambda name: False)
+            return
+        with store.writing() as places:
+            self.weights.load({name: places[name] for name in self.model.packed})
+        if caches is not None:
+            size = sum(view.nbytes for view in views.values())
+            with _NamingCache():
+                caches.save(
+                    0, views, {}, advance=Progress(f"writing {caches.folder}", size, size_text).advance
+                )
+
+    def map(self, dtype: torch.dtype, optimizer: Optimizer) -> dict[str, tuple[FileTensor, ...]]:
+        """Map the files of the cache, by parameter: each has the whole of its bundle. Makes the cache if it is missing.
+
+        Raises as `fill` does.
+        """
+        # Memory that nothing touches, such as that of the other bundles, is not taken from the system.
+        store = HostStore(self.model, dtype, optimizer=optimizer)
+        bundles = [bundle for bundle in store.bundles if bundle.packed is not None]
+        caches = self._caches(bundles)
+        assert caches is not None, "the config checks want lora.base_cache"
+        if not caches.checkpoints():
+            self.fill(store)
+        folder, found = caches.named(0), {}
+        with _NamingCache():
+            verify_checkpoint(folder, Progress(f"verifying {folder}", text=size_text).advance)
+        for path in sorted(folder.glob("*.safetensors")):
+            whole = map_file(path)
+            for name, stored in read_header(path).items():
+                memory = whole.memory[stored.begin : stored.begin + stored.nbytes].view(dtype)
+                found[name] = FileTensor(memory, path, whole.descriptor, stored.begin)
+        return {p.name: (found[_name(bundle)],) for bundle in bundles for p in bundle.parameters}
+
+    def _caches(self, bundles: Sequence[Bundle]) -> Checkpointer | None:
+        if self.cache is None:
+            return None
+        digest = xxhash.xxh3_128(self.weights.fingerprint().encode())
+        for bundle in bundles:
+            places = [(p.name, p.start, tuple(p.shape)) for p in bundle.parameters]
+            digest.update(f"{_name(bundle)} {bundle.numel} {places}".encode())
+        machine = f"-{self.machine}" if self.machine else ""
+        return Checkpointer(Path(self.cache).expanduser() / f"base-{digest.hexdigest()[:16]}{machine}")
+
+
+def _name(bundle: Bundle) -> str:
+    return f"{bundle.name} {bundle.packed}"
+
+
+def _views(bundles: Sequence[Bundle]) -> dict[str, Tensor]:
+    return {_name(bundle): bundle.device_weights[0].view(torch.uint8) for bundle in bundles}
+
+
+class _NamingCache:
+    """A block whose errors about the cache name its key and the way out."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CheckpointError | HFError):
+            raise RunError(
+                f"lora.base_cache: {error}; delete that folder, and the weights are packed anew"
+            ) from error
