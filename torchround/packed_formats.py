@@ -77,6 +77,11 @@ class PackedFormat(ABC):
         at = self._scales_at(numel)
         return PackedPlace(self, packed[:at], packed[at : self.nbytes(numel)].view(self.scale_dtype))
 
+    def room(self, numel: int) -> "PackedPlace":
+        """Make memory for `numel` numbers."""
+        codes = torch.empty(self._scales_at(numel), dtype=torch.uint8)
+        return PackedPlace(self, codes, torch.empty(numel // self.group, dtype=self.scale_dtype))
+
     def pack(self, numbers: Tensor, packed: Tensor) -> None:
         """Write the codes and scales of flat `numbers` [n] to uint8 `packed` [nbytes(n)].
 

@@ -41,8 +41,9 @@ from torchround.hf import HFError
 from torchround.hf import adapters as peft
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, CardFacts, model_card
+from torchround.hf.packed import RoundedTensor
 from torchround.hf.tensor_folder import INDEX_FILE, QUANTISATION_KEYS, read_object
-from torchround.layer import HFNames
+from torchround.layer import HFNames, names_in
 from torchround.models import MAGNITUDE, Adapter, adapter_names, adapters_of, peft_config
 from torchround.run.numbers import DTYPES
 from torchround.untrusted.regular_file import refuse_links_out_of, write_whole
@@ -61,12 +62,17 @@ def main(arguments: list[str]) -> int:
     add("output", type=Path, help="new folder")
     add("--config", help="the run's config, as it was trained or in its folder")
     add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
+    add(
+        "--original-base",
+        action="store_true",
+        help="merge into weights as released, not as lora.base rounds them",
+    )
     add("--dtype", choices=DTYPES, help="type of every tensor")
     given, overrides = parser.parse_known_args(arguments)
 
     def run() -> int:
         own = None if given.config is None else load_config(given.config)
-        asked = {"adapters": given.adapters, "dtype": given.dtype}
+        asked = {"adapters": given.adapters, "dtype": given.dtype, "original_base": given.original_base}
         say(export(given.checkpoint, given.output, own, overrides, **asked))
         return 0
 
@@ -81,6 +87,7 @@ def export(
     *,
     adapters: bool = False,
     dtype: str | None = None,
+    original_base: bool = False,
 ) -> str:
     """Write the folder. Returns a line that lists its files.
 
@@ -121,6 +128,7 @@ def export(
         base=base,
         base_name=name if isinstance(name, str) else None,
         adapters=adapters,
+        original_base=original_base,
     )
     with new_folder(output) as folder:
         # First, because it fails at once if the run's template is gone.
@@ -139,7 +147,9 @@ def export(
                 body = re.split(r"\d+\.", str(names[0]), maxsplit=1)[0]
                 content["exclude_modules"] = f"(?!{re.escape(body)}).*"
         else:
-            files = write_tensors(folder, hf_tensors(saved, config, dtype, trained), SHARD_BYTES)
+            files = write_tensors(
+                folder, hf_tensors(saved, config, dtype, trained, original_base), SHARD_BYTES
+            )
             name, written = "config.json", write_generation(folder, content, config)
             if saved.base is not None and saved.base.carried:
                 written += copy_others(folder, saved.base.folder)
@@ -185,7 +195,11 @@ def adapter_tensors(
 
 
 def hf_tensors(
-    saved: SavedModel, config: Config, dtype: str | None, adapters: Mapping[str, Adapter]
+    saved: SavedModel,
+    config: Config,
+    dtype: str | None,
+    adapters: Mapping[str, Adapter],
+    original_base: bool = False,
 ) -> Iterable[ExportedTensor]:
     """Yield the tensors of the model, with `adapters` merged: in `dtype`, otherwise in the types that the base has.
 
@@ -193,12 +207,17 @@ def hf_tensors(
     """
     stored, base = saved.weights.stored_tensors(), saved.base
     names = saved.family.hf_names(saved.shape) if base is None else dict(base.names)
-    in_base = None if base is None else base.stored_tensors()
+    in_base = {} if base is None else dict(base.stored_tensors())
+    for weight, packed in () if base is None or original_base else saved.model.packed.items():
+        # Merged into the numbers that the adapters were trained with.
+        trained_in = DTYPES[config.training.dtype]
+        for name in names_in(names[weight]):
+            in_base[name] = RoundedTensor.of(in_base[name], packed, trained_in)
     dtypes = {} if base is None or dtype else base.dtypes()
     otherwise = DTYPES[dtype or config.training.dtype]
 
     def unstacked(names: HFNames) -> Iterator[ExportedTensor]:
-        return unstack(names, stored, lambda name: dtypes.get(name, otherwise), in_base)
+        return unstack(names, stored, lambda name: dtypes.get(name, otherwise), in_base or None)
 
     placed: dict[str, peft.StoredAdapter] = {}
     for weight, adapter in adapters.items():

@@ -197,6 +197,11 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             yield f"lora.{key} model.hf_path", "the folder of the model that the adapters belong to"
     if lora.base != "bf16" and lora.rank == 0:
         yield "lora.base lora.rank", 'a rank above 0, because trained weights are not packed, or "bf16"'
+    if lora.base != "bf16" and lora.dora:
+        yield (
+            "lora.base lora.dora",
+            '"bf16", because magnitudes in files are lengths of weights that are not packed',
+        )
     if lora.base_cache is not None and lora.base == "bf16":
         yield "lora.base_cache lora.base", "a packed format, whose weights the folder keeps"
     if lora.map_base and lora.base != "bf16" and lora.base_cache is None:

@@ -28,6 +28,7 @@ class CardFacts:
     base: Path | None
     base_name: str | None
     adapters: bool
+    original_base: bool = False
 
 
 def model_card(facts: CardFacts) -> str:
@@ -76,6 +77,11 @@ def _body(facts: CardFacts) -> Iterator[str]:
         yield f"A {model['family']} model, trained from {_code(known or facts.base.name)} with torchround."
     else:
         yield f"A {model['family']} model ({model['flavor'] or 'a shape of its own'}), trained from scratch with torchround."
+    if (packed := (run.get("lora") or {}).get("base", "bf16")) != "bf16" and not facts.adapters:
+        into = (
+            "the released weights" if facts.original_base else "the rounded weights that they were trained on"
+        )
+        yield f"The adapters were trained on a base in {_code(packed)} and are merged into {into}."
     yield from ("", "## Data", "")
     for source in run.get("data", {}).get("sources", ()):
         shown = _dataset(source) or Path(source["path"]).name or source["path"]
@@ -95,7 +101,7 @@ def _settings(facts: CardFacts) -> Iterator[tuple[str, str]]:
         if table == "lora" and not values.get("rank"):
             continue
         for key in keys:
-            if values.get(key) not in (None, False, {}):
+            if values.get(key) not in (None, False, {}, "bf16"):
                 yield f"{table}.{key}", _code(values[key])
     yield "training.dtype", _code(training["dtype"])
 
@@ -105,7 +111,17 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("lr", "betas", "eps", "weight_decay"),
     "lr_schedule": ("warmup_steps", "decay", "min_lr_factor"),
     "engine": ("update",),
-    "lora": ("rank", "alpha", "rslora", "dora", "rank_pattern", "alpha_pattern", "dropout", "targets"),
+    "lora": (
+        "rank",
+        "alpha",
+        "base",
+        "rslora",
+        "dora",
+        "rank_pattern",
+        "alpha_pattern",
+        "dropout",
+        "targets",
+    ),
     "run": ("seed",),
 }
 """The settings in the table. Others say where the run was, not what it learnt."""

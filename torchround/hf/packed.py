@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchround.checkpoint.tensor_file import DTYPE_NAMES
 from torchround.hf.tensor_folder import (
     PIECE_BYTES,
     SINGLE_FILE,
@@ -146,6 +147,40 @@ class PackedExperts(PackedTensor):
         shared = self._scales(files, expert * math.prod(shape), math.prod(shape)).view(shape)
         size = codes.nbytes // codes.shape[0]
         return files.read(codes, expert * size, size).view(codes.shape[1:]), shared.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class RoundedTensor(StoredTensor):
+    """A weight of type `dtype_name` as its form in `packed` stands for it: packed and unpacked again as it is read."""
+
+    source: StoredTensor
+    packed: PackedFormat
+
+    @staticmethod
+    def of(source: StoredTensor, packed: PackedFormat, dtype: torch.dtype) -> "RoundedTensor":
+        size = math.prod(source.shape) * dtype.itemsize
+        name = DTYPE_NAMES[dtype]
+        return RoundedTensor(source.name, source.path, name, source.shape, 0, size, source, packed)
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return self.source.parts
+
+    @property
+    def unit_bytes(self) -> int:
+        return math.lcm(self.packed.unit * self.known_dtype.itemsize, self.source.unit_bytes)
+
+    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+        unit, size, stored = self.packed.unit, self.known_dtype.itemsize, self.source.known_dtype
+        begin, end = (self.begin + start) // size, (self.begin + start + nbytes) // size
+        first, last = begin // unit * unit, -(-end // unit) * unit
+        wide = stored.itemsize
+        numbers = files.read(self.source, first * wide, (last - first) * wide).view(stored)
+        rounded = torch.empty(last - first, dtype=self.known_dtype)
+        place = self.packed.room(last - first)
+        place.write(0, numbers)
+        place.read(rounded)
+        return rounded[begin - first : end - first].view(torch.uint8)
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -274,11 +274,13 @@ class ParameterCounts:
     - `bundles`: the parameters with a gradient (few with LoRA).
     - `frozen`: parameters without one that are in host memory.
     - `mapped`: frozen parameters that stay in files; they are not in `frozen`.
+    - `packed`: elements of packed parameters in host memory, which no checkpoint holds; they are not in `frozen`.
     """
 
     bundles: tuple[BundleCount, ...]
     frozen: int = 0
     mapped: int = 0
+    packed: int = 0
 
     @property
     def trained(self) -> int:

@@ -302,7 +302,7 @@ def host_state(
     sums = [bundle.numel * sum_bytes[rounds * len(bundle.layers) * num_machines > 1] for bundle in bundles]
     exchange_bytes = min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1)
     return HostMemory(
-        weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
+        weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen + parameters.packed),
         gradient_bytes=owned(sums) + landing_bytes(parameters, gradient_bytes, rounds, num_machines),
         optimizer_bytes=owned([updates.state_bytes(bundle.by_rule, update) for bundle in bundles]),
         exchange_bytes=exchange_bytes,

@@ -287,7 +287,7 @@ def parameter_counts(
     Parameters named in `mapped` are frozen and counted apart, without padding: files have none. `rule_of` gives the
     update rule of trained ones by stored name; without it all have the first.
     """
-    trained, frozen, in_files = [], 0, 0
+    trained, frozen, in_files, packed = [], 0, 0, 0
     for bundle in bundles:
         numels = {parameter.name: parameter.shape.numel() for parameter in bundle.parameters}
         if bundle.trainable:
@@ -297,9 +297,11 @@ def parameter_counts(
             trained.append(BundleCount(tuple(by_rule), bundle.layers))
         elif numels.keys() <= set(mapped):
             in_files += sum(numels.values()) if bundle.packed is None else bundle.numel
+        elif bundle.packed is not None:
+            packed += bundle.numel
         else:
             frozen += bundle.numel
-    return ParameterCounts(tuple(trained), frozen, in_files)
+    return ParameterCounts(tuple(trained), frozen, in_files, packed)
 
 
 def optimizer_costs(

@@ -1,0 +1,209 @@
+"""`[lora] base`: runs on packed frozen weights, by their commands, against runs on the numbers that the packed ones stand for."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import train
+from tests.support.released_run import write_lines
+from tests.support.small_run import flip_last_bit, tensors_in, working_folder
+from torchround.checkpoint.folders import checkpoint_name
+from torchround.commands import export_hf, plan_run, try_model
+from torchround.packed_formats import FORMATS
+
+__all__ = ["working_folder"]
+
+CONFIG = """
+model = { hf_path = "release" }
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }] }
+training = { steps = 3, seq_len = 16, global_batch_size = 2, dtype = "bfloat16" }
+engine = { devices = "cpu", num_devices = 2, cpu_threads = 1 }
+optimizer = { lr = 1e-2 }
+lr_schedule = { decay = "none" }
+lora = { rank = 2, targets = ["q_proj", "o_proj"] }
+"""
+WEIGHTS = "model.safetensors"
+
+
+def is_packed(name, tensor):
+    return ".layers." in name and tensor.ndim > 1 and "router" not in name and "bias" not in name
+
+
+@pytest.fixture
+def folder(working_folder):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads)).bfloat16()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.05)
+    model.save_pretrained(working_folder / "release")
+    (working_folder / "small.toml").write_text(CONFIG)
+    write_lines(working_folder / "text.jsonl")
+    return working_folder
+
+
+def run(name, *overrides):
+    return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
+
+
+def losses(folder, name):
+    lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def state(folder, name, step=3):
+    return tensors_in(folder / "outputs" / name / "checkpoints" / checkpoint_name(step))
+
+
+def assert_trained_alike(folder, name, reference, ignored=()):
+    assert losses(folder, name) == losses(folder, reference)
+    ours, theirs = state(folder, name), state(folder, reference)
+    assert [key for key in theirs if "lora" in key]
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs if "lora" in key)
+
+
+def rounded_release(folder, packed):
+    """Write the release with the numbers that its packed form stands for."""
+    tensors = load_file(folder / "release" / WEIGHTS)
+    for name, tensor in tensors.items():
+        if is_packed(name, tensor):
+            memory = torch.empty(packed.nbytes(tensor.numel()), dtype=torch.uint8)
+            packed.pack(tensor.reshape(-1), memory)
+            packed.unpack(memory, tensor.view(-1))
+    (folder / "rounded").mkdir()
+    (folder / "rounded" / "config.json").write_bytes((folder / "release" / "config.json").read_bytes())
+    save_file(tensors, folder / "rounded" / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_a_run_has_the_bits_of_one_on_the_numbers_of_the_packed_weights(base, folder):
+    rounded_release(folder, FORMATS[base])
+    assert run("plain", "--model.hf_path=rounded") == 0
+    assert run("packed", f"--lora.base={base}") == 0
+    assert_trained_alike(folder, "packed", "plain")
+    assert run("unpacked") == 0
+    assert losses(folder, "unpacked") != losses(folder, "plain")
+    # Its checkpoints leave the packed weights to the release.
+    assert not [name for name in state(folder, "packed") if "q_proj" in name or "query.weight" in name]
+
+
+def test_a_run_resumes_from_a_cache_and_maps_it_with_the_same_bits(folder, capsys):
+    packed = ("--lora.base=nf4",)
+    cached = (*packed, "--lora.base_cache=cache")
+    assert run("whole", *packed) == 0
+    assert run("parts", *packed, "--training.steps=1") == run("parts", *packed) == 0
+    assert run("writes", *cached, "--training.steps=2") == 0
+    (cache,) = (folder / "cache").iterdir()
+    written = [path.stat().st_mtime_ns for path in sorted(cache.rglob("*"))]
+    assert run("writes", *cached) == run("reads", *cached) == 0
+    assert run("maps", *cached, "--lora.map_base=true") == 0
+    assert run("maps-first", "--lora.base=nf4", "--lora.base_cache=other", "--lora.map_base=true") == 0
+    assert [path.stat().st_mtime_ns for path in sorted(cache.rglob("*"))] == written
+    for name in ("parts", "writes", "reads", "maps", "maps-first"):
+        assert_trained_alike(folder, name, "whole")
+    # Another base has a cache of its own.
+    rounded_release(folder, FORMATS["fp8"])
+    assert run("another", *cached, "--model.hf_path=rounded") == 0
+    assert len(list((folder / "cache").iterdir())) == 2
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {"truncated": truncate, "a changed bit": flip_last_bit, "gone": lambda path: path.unlink()}
+
+
+@pytest.mark.parametrize("maps", ["false", "true"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_nothing_is_trained_on_a_damaged_cache(damage, maps, folder, capsys):
+    cached = ("--lora.base=nf4", "--lora.base_cache=cache", f"--lora.map_base={maps}")
+    assert run("writes", *cached, "--training.steps=1") == 0
+    (path,) = (folder / "cache").rglob("*.safetensors")
+    DAMAGE[damage](path)
+    capsys.readouterr()
+    assert run("reads", *cached) == 2
+    printed = capsys.readouterr().err
+    assert "lora.base_cache: " in printed and path.name in printed and "Traceback" not in printed
+    assert not losses(folder, "reads") if (folder / "outputs" / "reads" / "metrics.jsonl").exists() else True
+
+
+def test_a_weight_that_is_not_finite_is_named(folder, capsys):
+    tensors = load_file(folder / "release" / WEIGHTS)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
+    save_file(tensors, folder / "release" / WEIGHTS, metadata={"format": "pt"})
+    assert run("fails", "--lora.base=fp8") != 0
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed and "model.layers.1.mlp.up_proj.weight cannot be packed" in printed
+
+
+MISTAKES = {
+    "no adapters": ("--lora.rank=0", "--lora.base=nf4"),
+    "a cache of nothing": ("--lora.base_cache=cache",),
+    "a map of nothing": ("--lora.base=nf4", "--lora.map_base=true"),
+    "DoRA": ("--lora.base=nf4", "--lora.dora=true"),
+    "an unknown format": ("--lora.base=int4",),
+    "random weights": ("--model.hf_path=none", "--model.family=llama3", "--model.flavor=debug", "--lora.base=nf4"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message(mistake, folder, capsys):
+    assert run("mistake", *MISTAKES[mistake]) == 2
+    printed = capsys.readouterr().err
+    assert "lora.base" in printed and "Traceback" not in printed
+
+
+def test_a_trained_run_is_tried_and_exported_on_the_weights_that_it_trained_with(folder, capsys):
+    assert run("packed", "--lora.base=nf4", "--checkpoint.export=weights") == 0
+    capsys.readouterr()
+
+    def nats(*arguments):
+        assert try_model.main([*arguments, "--perplexity", "text.jsonl", "--training.seq_len=24"]) == 0
+        return float(capsys.readouterr().out.split("nats per token")[0].split()[-1])
+
+    tried = nats("--run", "outputs/packed")
+    assert tried == pytest.approx(nats("--model", f"outputs/packed/export/{checkpoint_name(3)}"), abs=0.02)
+    export = folder / "outputs/packed/export" / checkpoint_name(3)
+    assert "base in `nf4`" in (export / "README.md").read_text()
+    checkpoint = f"outputs/packed/checkpoints/{checkpoint_name(3)}"
+    assert export_hf.main([checkpoint, "original", "--config", "small.toml", "--original-base"]) == 0
+    rounded_release(folder, FORMATS["nf4"])
+    frozen = "model.layers.0.mlp.up_proj.weight"
+    for exported, numbers in ((export, "rounded"), (folder / "original", "release")):
+        assert torch.equal(load_file(exported / WEIGHTS)[frozen], load_file(folder / numbers / WEIGHTS)[frozen])
+
+
+def gpt_oss_release(folder):
+    """Write a release whose experts are in MXFP4, as GPT-OSS is."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+    }
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+    config = GptOssConfig(**sizes, **heads)
+    GptOssForCausalLM(config).bfloat16().save_pretrained(folder / "release")
+    tensors = load_file(folder / "release" / WEIGHTS)
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    save_file(tensors, folder / "release" / WEIGHTS, metadata={"format": "pt"})
+    return [name for name in tensors if name.endswith("_blocks")]
+
+
+def test_experts_in_mxfp4_stay_so_with_the_bits_of_a_run_that_unpacks_them(folder, capsys):
+    assert len(gpt_oss_release(folder)) == 4
+    assert run("plain") == run("kept", "--lora.base=auto") == run("mxfp4", "--lora.base=mxfp4") == 0
+    assert_trained_alike(folder, "kept", "plain")
+    assert losses(folder, "mxfp4") != losses(folder, "plain")  # attention is packed too
+    assert plan_run.main(["--config", "small.toml", "--device=rtx4090", "--lora.base=auto"]) == 0
