@@ -41,6 +41,7 @@ NF4_LEVELS = (
 # The smallest divisor of bitsandbytes, for groups of zeros and of denormal numbers.
 NF4_LEAST = 1e-38
 E4M3_LARGEST = 448.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,21 @@ class PackedFormat(ABC):
 
     def unpack(self, packed: Tensor, numbers: Tensor) -> None:
         """Write the numbers of uint8 `packed` to flat `numbers` [n]. Compiled, it is one kernel without temporaries."""
-        numel = numbers.numel()
-        codes, scales = self._parts(packed, numel)
-        if torch.compiler.is_compiling():
-            return self._unpack(codes, scales, numbers)
-        for start in range(0, numel, PIECE):
-            end = min(start + PIECE, numel)
-            piece = slice(start * self.code_bits // 8, end * self.code_bits // 8)
-            self._unpack(codes[piece], scales[start // self.group : end // self.group], numbers[start:end])
+        codes, scales = self._parts(packed, numbers.numel())
+        # The elements of a byte, and the scales, are looked up: on a GPU the tables stay in the first cache.
+        table = _table(self.name, numbers.device)
+        factors = _table("ue8m0", numbers.device) if self.scale_dtype == torch.uint8 else None
 
-    def _unpack(self, codes: Tensor, scales: Tensor, numbers: Tensor) -> None:
-        values = self._decode(self._split(codes)).view(-1, self.group)
-        numbers.view(-1, self.group).copy_(values * self._factors(scales)[:, None])
+        def unpack(codes: Tensor, scales: Tensor, numbers: Tensor) -> None:
+            scales = scales if factors is None else factors[scales.int()]
+            values = table[codes.int()].view(-1, self.group)
+            numbers.view(-1, self.group).copy_(values * scales[:, None])
+
+        if torch.compiler.is_compiling():
+            return unpack(codes, scales, numbers)
+        bytes_, groups = PIECE * self.code_bits // 8, PIECE // self.group
+        for piece in zip(codes.split(bytes_), scales.split(groups), numbers.split(PIECE), strict=True):
+            unpack(*piece)
 
     def _scales_at(self, numel: int) -> int:
         return numel * self.code_bits // 8
@@ -100,28 +104,14 @@ class PackedFormat(ABC):
     def _join(self, codes: Tensor, to: Tensor) -> None:
         to[: len(codes)] = codes
 
-    def _split(self, codes: Tensor) -> Tensor:
-        return codes
-
-    def _factors(self, scales: Tensor) -> Tensor:
-        """Turn scales into fp32 numbers."""
-        return scales
-
     @abstractmethod
     def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         """Make codes [G, group] and scales [G] of fp32 `groups`, whose largest magnitudes are given."""
-
-    @abstractmethod
-    def _decode(self, codes: Tensor) -> Tensor:
-        """Turn codes into fp32 numbers before scaling."""
 
 
 class NF4(PackedFormat):
     def _join(self, codes: Tensor, to: Tensor) -> None:
         torch.bitwise_or(codes[::2] << 4, codes[1::2], out=to[: len(codes) // 2])
-
-    def _split(self, codes: Tensor) -> Tensor:
-        return torch.stack((codes >> 4, codes & 15), -1)
 
     def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         scaled = groups * largest.clamp(min=NF4_LEAST).reciprocal_()[:, None]
@@ -129,13 +119,6 @@ class NF4(PackedFormat):
         for bound in _nf4_bounds():
             codes += scaled > bound
         return codes, largest
-
-    def _decode(self, codes: Tensor) -> Tensor:
-        # Selects, because a table would be one more tensor on each device.
-        values = torch.full_like(codes, NF4_LEVELS[0], dtype=torch.float32)
-        for code, level in enumerate(NF4_LEVELS):
-            values = torch.where(codes == code, level, values)
-        return values
 
 
 class FP8(PackedFormat):
@@ -146,17 +129,10 @@ class FP8(PackedFormat):
         scaled = (groups / scales[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
-    def _decode(self, codes: Tensor) -> Tensor:
-        values = _small_floats(codes, sign=128, shift=7, bias=8)
-        return torch.where((codes & 127) == 127, math.nan, values)
-
 
 class MXFP4(PackedFormat):
     def _join(self, codes: Tensor, to: Tensor) -> None:
         torch.bitwise_or(codes[1::2] << 4, codes[::2], out=to[: len(codes) // 2])
-
-    def _split(self, codes: Tensor) -> Tensor:
-        return torch.stack((codes & 15, codes >> 4), -1)
 
     def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         # floor(log2(largest)) - 2, plus the bias of 127: the largest code is 1.5 x 2^2. Zeros get the smallest scale.
@@ -169,23 +145,25 @@ class MXFP4(PackedFormat):
             codes += scaled > bound if is_open else scaled >= bound
         return codes, shared.to(torch.uint8)
 
-    def _decode(self, codes: Tensor) -> Tensor:
-        return _small_floats(codes, sign=8, shift=9, bias=14)
 
-    def _factors(self, scales: Tensor) -> Tensor:
-        # 2^-127 is denormal in fp32, and 255 is not a number.
-        factors = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
-        return torch.where(scales == 255, math.nan, factors)
+@torch.compiler.assume_constant_result
+def _table(name: str, device: torch.device) -> Tensor:
+    # A function of its own: a compiler ignores `cache`, and would copy the table to the device in each call.
+    return _made_table(name, device)
 
 
-def _small_floats(codes: Tensor, sign: int, shift: int, bias: int) -> Tensor:
-    """Turn codes of less exponent and mantissa bits than fp16 into fp32, exactly.
-
-    Put into the bits of fp16 they are small by 2^bias, denormal ones too. Casts from FP8 need newer GPUs than this.
-    """
-    wide = codes.to(torch.int16)
-    halves = ((wide & (sign - 1)) << shift) | torch.where(wide >= sign, -32768, 0).to(torch.int16)
-    return halves.view(torch.float16).float() * 2.0**bias
+@cache
+def _made_table(name: str, device: torch.device) -> Tensor:
+    """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    low, high = (byte & 15).int(), (byte >> 4).int()
+    if name == "nf4":
+        table = torch.tensor(NF4_LEVELS)[torch.stack((high, low), 1)]
+    elif name == "mxfp4":
+        table = torch.tensor(E2M1_VALUES)[torch.stack((low, high), 1)]
+    else:
+        table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
+    return table.to(device)
 
 
 @cache
