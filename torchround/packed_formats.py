@@ -8,44 +8,44 @@ Each number is `round(fp32(code) * scale)`. The formats agree bit for bit with t
 - `fp8`: E4M3 codes (`torch.float8_e4m3fn`) and fp32 scales that take the group's largest magnitude to 448.
 - `mxfp4` (OCP Microscaling Formats 1.0): E2M1 codes, the low half first, and powers of two as UE8M0 bytes.
 
-Zeros are exact, in fp8 and mxfp4 with their sign. Groups of denormal numbers lose accuracy where a scale cannot be smaller.
+Zeros stay zeros, in fp8 and mxfp4 with their sign. Denormal numbers lose accuracy where a scale cannot be smaller.
+Packing runs in compiled loops (`packed_formats.cpp`), or where there is no compiler in plain operations of the same bits.
 """
 
+import ctypes
+import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# Numels are multiples of it, so that scales begin at a multiple of eight bytes and no group is cut.
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("packed_formats.cpp")
+DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+# Numels are multiples of it, so that no group is cut and scales are aligned.
 UNIT = 256
-# Elements that plain operations take at once: their temporaries stay in a core's cache.
+# Elements that a thread takes at once. Temporaries of plain operations on them stay in the second cache.
 PIECE = 64 * 1024
 
-# The levels of NF4: quantiles of the normal distribution, as QLoRA's authors rounded them.
+# The levels of NF4: quantiles of the normal distribution, as its authors rounded them.
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
 )
-# The smallest divisor of bitsandbytes, for groups of zeros and of denormal numbers.
-NF4_LEAST = 1e-38
+NF4_LEAST = 1e-38  # bitsandbytes' smallest divisor, for groups of zeros and of denormal numbers
 E4M3_LARGEST = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
-class PackedFormat(ABC):
+class PackedFormat:
     """A way to pack numbers: `code_bits` for each, and one scale for each `group` of consecutive numbers."""
 
     name: str
@@ -55,7 +55,7 @@ class PackedFormat(ABC):
 
     def nbytes(self, numel: int) -> int:
         assert numel % UNIT == 0, f"{numel} elements are no multiple of {UNIT}"
-        return self._scales_at(numel) + numel // self.group * self.scale_dtype.itemsize
+        return numel * self.code_bits // 8 + numel // self.group * self.scale_dtype.itemsize
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Tell whether a tensor can be packed: a matrix, or a stack of matrices, whose rows are whole groups."""
@@ -66,20 +66,20 @@ class PackedFormat(ABC):
 
         Raises `ValueError` for a number that is not finite; `packed` is then partly written.
         """
-        codes, scales = self._parts(packed, numbers.numel())
-        for start in range(0, numbers.numel(), PIECE):
-            groups = numbers[start : start + PIECE].view(-1, self.group).float()
-            largest = groups.abs().amax(1)
-            if not largest.isfinite().all():
-                raise ValueError("it holds numbers that are not finite, which have no packed form")
-            found, scale = self._encode(groups, largest)
-            self._join(found.view(-1), codes[start * self.code_bits // 8 :])
-            scales[start // self.group :][: len(scale)] = scale
+        library = _library() if numbers.device.type == "cpu" else None
+        if library is None:
+            is_finite = self._pack_plainly(numbers, packed)
+        else:
+            is_finite = self._pack_compiled(library, numbers, packed)
+        if not is_finite:
+            raise ValueError("it holds numbers that are not finite, which have no packed form")
 
     def unpack(self, packed: Tensor, numbers: Tensor) -> None:
-        """Write the numbers of uint8 `packed` to flat `numbers` [n]. Compiled, it is one kernel without temporaries."""
+        """Write the numbers of uint8 `packed` to flat `numbers` [n]. Compiled, it is one kernel without temporaries.
+
+        What a byte stands for is looked up. Compilers cut longer arithmetic into kernels with fp32 buffers between them.
+        """
         codes, scales = self._parts(packed, numbers.numel())
-        # The elements of a byte, and the scales, are looked up: on a GPU the tables stay in the first cache.
         table = _table(self.name, numbers.device)
         factors = _table("ue8m0", numbers.device) if self.scale_dtype == torch.uint8 else None
 
@@ -94,61 +94,90 @@ class PackedFormat(ABC):
         for piece in zip(codes.split(bytes_), scales.split(groups), numbers.split(PIECE), strict=True):
             unpack(*piece)
 
-    def _scales_at(self, numel: int) -> int:
-        return numel * self.code_bits // 8
-
     def _parts(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        at = self._scales_at(numel)
+        """View the codes and the scales of a buffer."""
+        at = numel * self.code_bits // 8
         return packed[:at], packed[at : self.nbytes(numel)].view(self.scale_dtype)
 
-    def _join(self, codes: Tensor, to: Tensor) -> None:
-        to[: len(codes)] = codes
+    def _pack_plainly(self, numbers: Tensor, packed: Tensor) -> bool:
+        """Pack piece by piece. Return False at a number that is not finite."""
+        codes, scales = self._parts(packed, numbers.numel())
+        bytes_, per_piece = PIECE * self.code_bits // 8, PIECE // self.group
+        pieces = zip(numbers.split(PIECE), codes.split(bytes_), scales.split(per_piece), strict=True)
+        for piece, its_codes, its_scales in pieces:
+            groups = piece.view(-1, self.group).float()
+            largest = groups.abs().amax(1)
+            if not largest.isfinite().all():
+                return False
+            found, scale = ENCODERS[self.name](groups, largest)
+            its_scales.copy_(scale)
+            if self.code_bits == 8:
+                its_codes.copy_(found.view(-1))
+            else:
+                even, odd = found.view(-1, 2).unbind(1)
+                high, low = (even, odd) if self.name == "nf4" else (odd, even)
+                torch.bitwise_or(high << 4, low, out=its_codes)
+        return True
 
-    @abstractmethod
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Make codes [G, group] and scales [G] of fp32 `groups`, whose largest magnitudes are given."""
+    def _pack_compiled(self, library: ctypes.CDLL, numbers: Tensor, packed: Tensor) -> bool:
+        """Pack with as many threads as PyTorch has. Return False at a number that is not finite."""
+        # This room is below that of models, which is below that of optimizers.
+        from torchround.optim.kernel import RangeThreads
+
+        assert numbers.is_contiguous() and packed.is_contiguous() and packed.device.type == "cpu"
+        function = library[f"pack_{self.name}_{DTYPES[numbers.dtype]}"]
+        tensors = (numbers, *self._parts(packed, numbers.numel()))
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        stop, chunk = ctypes.c_int64(numbers.numel()), ctypes.c_int64(PIECE)
+        finite: list[int] = []
+        threads = RangeThreads(torch.get_num_threads())
+        try:
+            threads.run(
+                *(numbers.numel(), PIECE),
+                lambda following: finite.append(function(*pointers, ctypes.byref(following), stop, chunk)),
+            )
+        finally:
+            threads.close()
+        return all(finite)
 
 
-class NF4(PackedFormat):
-    def _join(self, codes: Tensor, to: Tensor) -> None:
-        torch.bitwise_or(codes[::2] << 4, codes[1::2], out=to[: len(codes) // 2])
-
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = groups * largest.clamp(min=NF4_LEAST).reciprocal_()[:, None]
-        codes = torch.zeros(groups.shape, dtype=torch.uint8, device=groups.device)
-        for bound in _nf4_bounds():
-            codes += scaled > bound
-        return codes, largest
+def _encode_nf4(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = groups * largest.clamp(min=NF4_LEAST).reciprocal_()[:, None]
+    codes = torch.zeros(groups.shape, dtype=torch.uint8, device=groups.device)
+    for bound in nf4_bounds():
+        codes += scaled > bound
+    return codes, largest
 
 
-class FP8(PackedFormat):
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        scales = largest / E4M3_LARGEST
-        scales[scales == 0] = 1.0
-        # A scale that is denormal is rounded by much, and a code beyond 464 would not be a number.
-        scaled = (groups / scales[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
-        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
+def _encode_fp8(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    scales = largest / E4M3_LARGEST
+    scales[scales == 0] = 1.0
+    # A denormal scale is rounded by much, and codes of more than 464 are no numbers.
+    scaled = (groups / scales[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
-class MXFP4(PackedFormat):
-    def _join(self, codes: Tensor, to: Tensor) -> None:
-        torch.bitwise_or(codes[1::2] << 4, codes[::2], out=to[: len(codes) // 2])
+def _encode_mxfp4(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    # floor(log2(largest)) - 2, and the bias of 127: the largest code is 1.5 x 2^2. Zeros have the smallest scale.
+    shared = ((largest.view(torch.int32) >> 23) - 2).clamp_(min=0)
+    scaled = (groups * ((254 - shared) << 23).view(torch.float32)[:, None]).abs_()
+    codes = groups.signbit().to(torch.uint8) << 3
+    # Ties go to the even code.
+    for bound, is_above in ((0.25, 1), (0.75, 0), (1.25, 1), (1.75, 0), (2.5, 1), (3.5, 0), (5.0, 1)):
+        codes += scaled > bound if is_above else scaled >= bound
+    return codes, shared.to(torch.uint8)
 
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        # floor(log2(largest)) - 2, plus the bias of 127: the largest code is 1.5 x 2^2. Zeros get the smallest scale.
-        shared = ((largest.view(torch.int32) >> 23) - 2).clamp_(min=0)
-        scaled = groups * ((254 - shared) << 23).view(torch.float32)[:, None]
-        codes = (groups.view(torch.int32) < 0) * torch.tensor(8, dtype=torch.uint8)
-        scaled.abs_()
-        # Ties go to the even code.
-        for bound, is_open in ((0.25, 1), (0.75, 0), (1.25, 1), (1.75, 0), (2.5, 1), (3.5, 0), (5.0, 1)):
-            codes += scaled > bound if is_open else scaled >= bound
-        return codes, shared.to(torch.uint8)
+
+@cache
+def nf4_bounds() -> list[float]:
+    """Compute the midpoints of the levels as bitsandbytes does, in fp32."""
+    levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
+    return ((levels[:-1] + levels[1:]) / 2).tolist()
 
 
 @torch.compiler.assume_constant_result
 def _table(name: str, device: torch.device) -> Tensor:
-    # A function of its own: a compiler ignores `cache`, and would copy the table to the device in each call.
+    # A function of its own: compilers ignore `cache`, and would copy the table to the device in each call.
     return _made_table(name, device)
 
 
@@ -158,23 +187,56 @@ def _made_table(name: str, device: torch.device) -> Tensor:
     byte = torch.arange(256, dtype=torch.uint8)
     low, high = (byte & 15).int(), (byte >> 4).int()
     if name == "nf4":
-        table = torch.tensor(NF4_LEVELS)[torch.stack((high, low), 1)]
+        table = torch.tensor(NF4_LEVELS, dtype=torch.float32)[torch.stack((high, low), 1)]
     elif name == "mxfp4":
-        table = torch.tensor(E2M1_VALUES)[torch.stack((low, high), 1)]
+        table = torch.tensor(E2M1_VALUES, dtype=torch.float32)[torch.stack((low, high), 1)]
     else:
         table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
     return table.to(device)
 
 
 @cache
-def _nf4_bounds() -> list[float]:
-    """Compute the midpoints of the levels as bitsandbytes does, in fp32."""
-    levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
-    return ((levels[:-1] + levels[1:]) / 2).tolist()
+def _library() -> ctypes.CDLL | None:
+    """Load the compiled loops, which are compiled once for a user; None, after one warning, where they cannot be had."""
+    from torchround.optim.kernel import KernelError, cache_folder, compile_libraries, library_name
+
+    header = f"constexpr float NF4_BOUNDS[] = {{{', '.join(f'{bound.hex()}f' for bound in nf4_bounds())}}};"
+    try:
+        path = cache_folder() / library_name("packed-formats", SOURCE, header)
+        if not path.exists():
+            compile_libraries(SOURCE, {path: header}, lambda: None)
+        library = ctypes.CDLL(str(path))
+        _check_bits(library)
+        return library
+    except (KernelError, OSError, AttributeError) as error:
+        logger.warning("%s; weights are packed by plain operations, which is several times slower", error)
+        return None
 
 
+def _check_bits(library: ctypes.CDLL) -> None:
+    """Raise `KernelError` unless the loops give the plain operations' bits, on numbers of all sizes down to denormals."""
+    from torchround.optim.kernel import KernelError
+
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-45, 38, (64, 1), generator=generator)
+    numbers = (torch.randn(64, UNIT, generator=generator) * 10.0**exponents).view(-1)
+    for dtype in DTYPES:
+        for form in FORMATS.values():
+            given = numbers.to(dtype).nan_to_num_(0.0, 1.0, -1.0)
+            found = torch.zeros(2, form.nbytes(len(given)), dtype=torch.uint8)
+            form._pack_plainly(given, found[0])
+            form._pack_compiled(library, given, found[1])
+            if not torch.equal(*found):
+                raise KernelError("compiled packing does not give the plain operations' bits here")
+
+
+ENCODERS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "nf4": _encode_nf4,
+    "fp8": _encode_fp8,
+    "mxfp4": _encode_mxfp4,
+}
 FORMATS: dict[str, PackedFormat] = {
-    "nf4": NF4("nf4", group=64, code_bits=4, scale_dtype=torch.float32),
-    "fp8": FP8("fp8", group=128, code_bits=8, scale_dtype=torch.float32),
-    "mxfp4": MXFP4("mxfp4", group=32, code_bits=4, scale_dtype=torch.uint8),
+    "nf4": PackedFormat("nf4", group=64, code_bits=4, scale_dtype=torch.float32),
+    "fp8": PackedFormat("fp8", group=128, code_bits=8, scale_dtype=torch.float32),
+    "mxfp4": PackedFormat("mxfp4", group=32, code_bits=4, scale_dtype=torch.uint8),
 }
