@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layer_work": set(),
     "layer": {"accelerators", "layer_work", "untrusted"},
     "keeping": set(),
+    "packed_formats": {"optim"},
     "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"planning", "untrusted"},
     "planning": {"layer_work", "untrusted"},

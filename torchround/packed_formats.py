@@ -8,46 +8,50 @@ Each number is `round(fp32(code) * scale)`. The formats agree bit for bit with t
 - `fp8`: E4M3 codes (`torch.float8_e4m3fn`) and fp32 scales that take the group's largest magnitude to 448.
 - `mxfp4` (OCP Microscaling Formats 1.0): E2M1 codes, the low half first, and powers of two as UE8M0 bytes.
 
-Zeros are exact, in fp8 and mxfp4 with their sign. Groups of denormal numbers lose accuracy where a scale cannot be smaller.
+Zeros stay zeros, in fp8 and mxfp4 with their sign. Denormal numbers lose accuracy where a scale cannot be smaller.
+Packing runs in compiled loops (`packed_formats.cpp`), or where there is no compiler in plain operations of the same bits.
 """
 
+import ctypes
+import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# Numels are multiples of it, so that scales begin at a multiple of eight bytes and no group is cut.
-UNIT = 256
-# Elements that plain operations take at once: their temporaries stay in a core's cache.
-PIECE = 64 * 1024
+logger = logging.getLogger(__name__)
 
-# The levels of NF4: quantiles of the normal distribution, as QLoRA's authors rounded them.
+SOURCE = Path(__file__).with_name("packed_formats.cpp")
+DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+# Numels are multiples of it, so that no group is cut and scales are aligned.
+UNIT = 256
+# Elements that a thread takes at once. Temporaries of plain operations on them stay in the second cache.
+PIECE = 64 * 1024
+# Elements that an accelerator unpacks at once without a compiler: about 40 MiB of temporaries.
+DEVICE_PIECE = 4 * 2**20
+
+# The levels of NF4: quantiles of the normal distribution, as its authors rounded them.
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
 )
-# The smallest divisor of bitsandbytes, for groups of zeros and of denormal numbers.
-NF4_LEAST = 1e-38
+NF4_LEAST = 1e-38  # bitsandbytes' smallest divisor, for groups of zeros and of denormal numbers
 E4M3_LARGEST = 448.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
-class PackedFormat(ABC):
+class PackedFormat:
     """A way to pack numbers: `code_bits` for each, and one scale for each `group` of numbers.
 
-    The numbers of a group are `inner` places apart: 1, or the columns of a matrix whose columns are cut into groups."""
+    The numbers of a group are `inner` places apart: 1, or the columns of matrices whose columns are cut into groups.
+    """
 
     name: str
     group: int
@@ -60,27 +64,23 @@ class PackedFormat(ABC):
 
     @property
     def unit(self) -> int:
-        """The least numbers that have codes and scales of their own."""
+        """The fewest numbers that have codes and scales of their own."""
         return self.group * self.inner
 
     def nbytes(self, numel: int) -> int:
         assert numel % UNIT == 0, f"{numel} elements are no multiple of {UNIT}"
-        return self._scales_at(numel) + numel // self.group * self.scale_dtype.itemsize
+        return numel * self.code_bits // 8 + numel // self.group * self.scale_dtype.itemsize
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Tell whether a tensor can be packed: a matrix, or a stack of matrices, whose rows are whole groups."""
-        inside = shape[-1] if self.inner == 1 else shape[-2] if shape[-1] == self.inner else 1
-        return len(shape) >= 2 and inside % self.group == 0 and math.prod(shape) % UNIT == 0
+        """Tell whether a tensor can be packed: a matrix, or a stack of matrices, that is cut into whole groups."""
+        if len(shape) < 2 or math.prod(shape) % UNIT or self.inner not in (1, shape[-1]):
+            return False
+        return shape[-1 if self.inner == 1 else -2] % self.group == 0
 
     def place(self, packed: Tensor, numel: int) -> "PackedPlace":
-        """Find the codes and scales of `numel` numbers in uint8 `packed`."""
-        at = self._scales_at(numel)
+        """Find the codes and the scales of `numel` numbers in uint8 `packed` [nbytes(numel)]."""
+        at = numel * self.code_bits // 8
         return PackedPlace(self, packed[:at], packed[at : self.nbytes(numel)].view(self.scale_dtype))
-
-    def room(self, numel: int) -> "PackedPlace":
-        """Make memory for `numel` numbers."""
-        codes = torch.empty(self._scales_at(numel), dtype=torch.uint8)
-        return PackedPlace(self, codes, torch.empty(numel // self.group, dtype=self.scale_dtype))
 
     def pack(self, numbers: Tensor, packed: Tensor) -> None:
         """Write the codes and scales of flat `numbers` [n] to uint8 `packed` [nbytes(n)].
@@ -93,48 +93,19 @@ class PackedFormat(ABC):
         """Write the numbers of uint8 `packed` to flat `numbers` [n]. Compiled, it is one kernel without temporaries."""
         self.place(packed, numbers.numel()).read(numbers)
 
-    def _pack(self, numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
-        groups = numbers.view(-1, self.group, self.inner).transpose(1, 2).float()
-        largest = groups.abs().amax(2)
-        if not largest.isfinite().all():
-            raise ValueError("it holds numbers that are not finite, which have no packed form")
-        found, scale = self._encode(groups.reshape(-1, self.group), largest.view(-1))
-        self._join(found.view(-1, self.inner, self.group).transpose(1, 2).reshape(-1), codes)
-        scales.copy_(scale)
-
-    def _unpack(self, codes: Tensor, scales: Tensor, numbers: Tensor) -> None:
-        values = self._decode(self._split(codes)).view(-1, self.group, self.inner)
-        numbers.view(values.shape).copy_(values * self._factors(scales).view(-1, 1, self.inner))
-
-    def _scales_at(self, numel: int) -> int:
-        return numel * self.code_bits // 8
-
-    def _join(self, codes: Tensor, to: Tensor) -> None:
-        to[: len(codes)] = codes
-
-    def _split(self, codes: Tensor) -> Tensor:
-        return codes
-
-    def _factors(self, scales: Tensor) -> Tensor:
-        """Turn scales into fp32 numbers."""
-        return scales
-
-    @abstractmethod
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Make codes [G, group] and scales [G] of fp32 `groups`, whose largest magnitudes are given."""
-
-    @abstractmethod
-    def _decode(self, codes: Tensor) -> Tensor:
-        """Turn codes into fp32 numbers before scaling."""
-
 
 @dataclass(frozen=True)
 class PackedPlace:
-    """The memory of some packed numbers: uint8 `codes` and the `scales` of their groups."""
+    """The memory of some packed numbers: uint8 `codes`, and the `scales` of their groups."""
 
     format: PackedFormat
     codes: Tensor
     scales: Tensor
+
+    @staticmethod
+    def new(packed: PackedFormat, numel: int) -> "PackedPlace":
+        codes = torch.empty(numel * packed.code_bits // 8, dtype=torch.uint8)
+        return PackedPlace(packed, codes, torch.empty(numel // packed.group, dtype=packed.scale_dtype))
 
     @property
     def numel(self) -> int:
@@ -150,115 +121,179 @@ class PackedPlace:
         numel = self.numel // parts
         return [self.part(part * numel, numel) for part in range(parts)]
 
-    def write(self, first: int, numbers: Tensor) -> None:
-        """Pack flat numbers from number `first` on. Raises `ValueError` if one is not finite."""
-        for start in self._pieces(numbers.numel()):
-            piece = numbers[start : start + self._step]
-            place = self.part(first + start, piece.numel())
-            self.format._pack(piece, place.codes, place.scales)
-
     def copy_(self, numbers: Tensor) -> None:
         self.write(0, numbers.reshape(-1))
 
+    def write(self, first: int, numbers: Tensor) -> None:
+        """Pack flat `numbers` from number `first` on. Raises `ValueError` if one is not finite."""
+        place = self.part(first, numbers.numel())
+        library = _library() if numbers.device.type == "cpu" and self.format.inner == 1 else None
+        if library is None:
+            is_finite = all(one._pack_plainly(piece) for one, piece in place._pieces(numbers))
+        else:
+            is_finite = place._pack_compiled(library, numbers)
+        if not is_finite:
+            raise ValueError("it holds numbers that are not finite, which have no packed form")
+
     def read(self, numbers: Tensor) -> None:
-        """Unpack into flat `numbers`."""
-        if torch.compiler.is_compiling():
-            self.format._unpack(self.codes, self.scales, numbers)
-            return
-        for start in self._pieces(numbers.numel()):
-            piece = numbers[start : start + self._step]
-            place = self.part(start, piece.numel())
-            self.format._unpack(place.codes, place.scales, piece)
+        """Unpack into flat `numbers` [numel].
 
-    @property
-    def _step(self) -> int:
-        return max(PIECE // self.format.unit, 1) * self.format.unit
+        What a byte stands for is looked up. Compilers cut longer arithmetic into kernels with fp32 buffers between them.
+        """
+        packed = self.format
+        table = _table(packed.name, numbers.device)
+        factors = _table("ue8m0", numbers.device) if packed.scale_dtype == torch.uint8 else None
+        pieces = [(self, numbers)] if torch.compiler.is_compiling() else self._pieces(numbers)
+        for one, piece in pieces:
+            scales = one.scales if factors is None else factors[one.scales.int()]
+            values = table[one.codes.int()].view(-1, packed.group, packed.inner)
+            piece.view(values.shape).copy_(values * scales.view(-1, 1, packed.inner))
 
-    def _pieces(self, numel: int) -> range:
-        return range(0, numel, self._step)
+    def _pieces(self, numbers: Tensor) -> "Iterator[tuple[PackedPlace, Tensor]]":
+        """Cut the place and its numbers, so that temporaries stay small."""
+        at_once = PIECE if numbers.device.type == "cpu" else DEVICE_PIECE
+        step = max(at_once // self.format.unit, 1) * self.format.unit
+        for start in range(0, numbers.numel(), step):
+            piece = numbers[start : start + step]
+            yield self.part(start, piece.numel()), piece
 
+    def _pack_plainly(self, numbers: Tensor) -> bool:
+        """Pack a piece. Return False if a number is not finite."""
+        packed = self.format
+        groups = (
+            numbers.view(-1, packed.group, packed.inner).transpose(1, 2).reshape(-1, packed.group).float()
+        )
+        largest = groups.abs().amax(1)
+        if not largest.isfinite().all():
+            return False
+        found, scales = ENCODERS[packed.name](groups, largest)
+        self.scales.copy_(scales)
+        found = found.view(-1, packed.inner, packed.group).transpose(1, 2).reshape(-1)
+        if packed.code_bits == 8:
+            self.codes.copy_(found)
+        else:
+            even, odd = found.view(-1, 2).unbind(1)
+            high, low = (even, odd) if packed.name == "nf4" else (odd, even)
+            torch.bitwise_or(high << 4, low, out=self.codes)
+        return True
 
-class NF4(PackedFormat):
-    def _join(self, codes: Tensor, to: Tensor) -> None:
-        torch.bitwise_or(codes[::2] << 4, codes[1::2], out=to[: len(codes) // 2])
+    def _pack_compiled(self, library: ctypes.CDLL, numbers: Tensor) -> bool:
+        """Pack with as many threads as PyTorch has. Return False if a number is not finite."""
+        # This room is below that of models, which is below that of optimizers.
+        from torchround.optim.kernel import RangeThreads
 
-    def _split(self, codes: Tensor) -> Tensor:
-        return torch.stack((codes >> 4, codes & 15), -1)
-
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = groups * largest.clamp(min=NF4_LEAST).reciprocal_()[:, None]
-        codes = torch.zeros(groups.shape, dtype=torch.uint8, device=groups.device)
-        for bound in _nf4_bounds():
-            codes += scaled > bound
-        return codes, largest
-
-    def _decode(self, codes: Tensor) -> Tensor:
-        # Selects, because a table would be one more tensor on each device.
-        values = torch.full_like(codes, NF4_LEVELS[0], dtype=torch.float32)
-        for code, level in enumerate(NF4_LEVELS):
-            values = torch.where(codes == code, level, values)
-        return values
-
-
-class FP8(PackedFormat):
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        scales = largest / E4M3_LARGEST
-        scales[scales == 0] = 1.0
-        # A scale that is denormal is rounded by much, and a code beyond 464 would not be a number.
-        scaled = (groups / scales[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
-        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
-
-    def _decode(self, codes: Tensor) -> Tensor:
-        values = _small_floats(codes, sign=128, shift=7, bias=8)
-        return torch.where((codes & 127) == 127, math.nan, values)
-
-
-class MXFP4(PackedFormat):
-    def _join(self, codes: Tensor, to: Tensor) -> None:
-        torch.bitwise_or(codes[1::2] << 4, codes[::2], out=to[: len(codes) // 2])
-
-    def _split(self, codes: Tensor) -> Tensor:
-        return torch.stack((codes & 15, codes >> 4), -1)
-
-    def _encode(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        # floor(log2(largest)) - 2, plus the bias of 127: the largest code is 1.5 x 2^2. Zeros get the smallest scale.
-        shared = ((largest.view(torch.int32) >> 23) - 2).clamp_(min=0)
-        scaled = groups * ((254 - shared) << 23).view(torch.float32)[:, None]
-        codes = (groups.view(torch.int32) < 0) * torch.tensor(8, dtype=torch.uint8)
-        scaled.abs_()
-        # Ties go to the even code.
-        for bound, is_open in ((0.25, 1), (0.75, 0), (1.25, 1), (1.75, 0), (2.5, 1), (3.5, 0), (5.0, 1)):
-            codes += scaled > bound if is_open else scaled >= bound
-        return codes, shared.to(torch.uint8)
-
-    def _decode(self, codes: Tensor) -> Tensor:
-        return _small_floats(codes, sign=8, shift=9, bias=14)
-
-    def _factors(self, scales: Tensor) -> Tensor:
-        # 2^-127 is denormal in fp32, and 255 is not a number.
-        factors = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)
-        return torch.where(scales == 255, math.nan, factors)
+        assert numbers.is_contiguous() and self.codes.device.type == "cpu"
+        function = library[f"pack_{self.format.name}_{DTYPES[numbers.dtype]}"]
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (numbers, self.codes, self.scales)]
+        stop, chunk = ctypes.c_int64(numbers.numel()), ctypes.c_int64(PIECE)
+        finite: list[int] = []
+        threads = RangeThreads(torch.get_num_threads())
+        try:
+            threads.run(
+                *(numbers.numel(), PIECE),
+                lambda following: finite.append(function(*pointers, ctypes.byref(following), stop, chunk)),
+            )
+        finally:
+            threads.close()
+        return all(finite)
 
 
-def _small_floats(codes: Tensor, sign: int, shift: int, bias: int) -> Tensor:
-    """Turn codes of less exponent and mantissa bits than fp16 into fp32, exactly.
+def _encode_nf4(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = groups * largest.clamp(min=NF4_LEAST).reciprocal_()[:, None]
+    codes = torch.zeros(groups.shape, dtype=torch.uint8, device=groups.device)
+    for bound in nf4_bounds():
+        codes += scaled > bound
+    return codes, largest
 
-    Put into the bits of fp16 they are small by 2^bias, denormal ones too. Casts from FP8 need newer GPUs than this.
-    """
-    wide = codes.to(torch.int16)
-    halves = ((wide & (sign - 1)) << shift) | torch.where(wide >= sign, -32768, 0).to(torch.int16)
-    return halves.view(torch.float16).float() * 2.0**bias
+
+def _encode_fp8(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    scales = largest / E4M3_LARGEST
+    scales[scales == 0] = 1.0
+    # A denormal scale is rounded by much, and codes of more than 464 are no numbers.
+    scaled = (groups / scales[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def _encode_mxfp4(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    # floor(log2(largest)) - 2, and the bias of 127: the largest code is 1.5 x 2^2. Zeros have the smallest scale.
+    shared = ((largest.view(torch.int32) >> 23) - 2).clamp_(min=0)
+    scaled = (groups * ((254 - shared) << 23).view(torch.float32)[:, None]).abs_()
+    codes = groups.signbit().to(torch.uint8) << 3
+    # Ties go to the even code.
+    for bound, is_above in ((0.25, 1), (0.75, 0), (1.25, 1), (1.75, 0), (2.5, 1), (3.5, 0), (5.0, 1)):
+        codes += scaled > bound if is_above else scaled >= bound
+    return codes, shared.to(torch.uint8)
 
 
 @cache
-def _nf4_bounds() -> list[float]:
+def nf4_bounds() -> list[float]:
     """Compute the midpoints of the levels as bitsandbytes does, in fp32."""
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
     return ((levels[:-1] + levels[1:]) / 2).tolist()
 
 
+@torch.compiler.assume_constant_result
+def _table(name: str, device: torch.device) -> Tensor:
+    # A function of its own: compilers ignore `cache`, and would copy the table to the device in each call.
+    return _made_table(name, device)
+
+
+@cache
+def _made_table(name: str, device: torch.device) -> Tensor:
+    """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    low, high = (byte & 15).int(), (byte >> 4).int()
+    if name == "nf4":
+        table = torch.tensor(NF4_LEVELS, dtype=torch.float32)[torch.stack((high, low), 1)]
+    elif name == "mxfp4":
+        table = torch.tensor(E2M1_VALUES, dtype=torch.float32)[torch.stack((low, high), 1)]
+    else:
+        table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
+    return table.to(device)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Load the compiled loops, which are compiled once for a user; None, after one warning, where they cannot be had."""
+    from torchround.optim.kernel import KernelError, cache_folder, compile_libraries, library_name
+
+    header = f"constexpr float NF4_BOUNDS[] = {{{', '.join(f'{bound.hex()}f' for bound in nf4_bounds())}}};"
+    try:
+        path = cache_folder() / library_name("packed-formats", SOURCE, header)
+        if not path.exists():
+            compile_libraries(SOURCE, {path: header}, lambda: None)
+        library = ctypes.CDLL(str(path))
+        _check_bits(library)
+        return library
+    except (KernelError, OSError, AttributeError) as error:
+        logger.warning("%s; weights are packed by plain operations, which is several times slower", error)
+        return None
+
+
+def _check_bits(library: ctypes.CDLL) -> None:
+    """Raise `KernelError` unless the loops give the plain operations' bits, on numbers of all sizes down to denormals."""
+    from torchround.optim.kernel import KernelError
+
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-45, 38, (64, 1), generator=generator)
+    numbers = (torch.randn(64, UNIT, generator=generator) * 10.0**exponents).view(-1)
+    for dtype in DTYPES:
+        for form in FORMATS.values():
+            given = numbers.to(dtype).nan_to_num_(0.0, 1.0, -1.0)
+            plain, compiled = (PackedPlace.new(form, len(given)) for _ in range(2))
+            plain._pack_plainly(given)
+            compiled._pack_compiled(library, given)
+            if not (torch.equal(plain.codes, compiled.codes) and torch.equal(plain.scales, compiled.scales)):
+                raise KernelError("compiled packing does not give the plain operations' bits here")
+
+
+ENCODERS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "nf4": _encode_nf4,
+    "fp8": _encode_fp8,
+    "mxfp4": _encode_mxfp4,
+}
 FORMATS: dict[str, PackedFormat] = {
-    "nf4": NF4("nf4", group=64, code_bits=4, scale_dtype=torch.float32),
-    "fp8": FP8("fp8", group=128, code_bits=8, scale_dtype=torch.float32),
-    "mxfp4": MXFP4("mxfp4", group=32, code_bits=4, scale_dtype=torch.uint8),
+    "nf4": PackedFormat("nf4", group=64, code_bits=4, scale_dtype=torch.float32),
+    "fp8": PackedFormat("fp8", group=128, code_bits=8, scale_dtype=torch.float32),
+    "mxfp4": PackedFormat("mxfp4", group=32, code_bits=4, scale_dtype=torch.uint8),
 }

@@ -177,7 +177,7 @@ class RoundedTensor(StoredTensor):
         wide = stored.itemsize
         numbers = files.read(self.source, first * wide, (last - first) * wide).view(stored)
         rounded = torch.empty(last - first, dtype=self.known_dtype)
-        place = self.packed.room(last - first)
+        place = PackedPlace.new(self.packed, last - first)
         place.write(0, numbers)
         place.read(rounded)
         return rounded[begin - first : end - first].view(torch.uint8)

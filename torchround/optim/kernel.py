@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -114,14 +114,18 @@ using DeviceWeight = {DTYPES[self.written]};
 """
 
     def library(self) -> str:
-        """Return the name of the library's file.
+        return library_name(f"update-{self.format.name}", SOURCE, self.header())
 
-        It has a key made of everything that decides the code: the sources, the flags, and the processor, whose own
-        instructions are used.
-        """
-        parts = (SOURCE.read_text(), self.header(), *compiler_flags(), platform.platform(), _processor())
-        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-        return f"update-{self.format.name}-{key}.so"
+
+def library_name(stem: str, source: Path, header: str) -> str:
+    """Return the name of a library's file.
+
+    It has a key made of everything that decides the code: the sources, the flags, and the processor, whose own
+    instructions are used.
+    """
+    parts = (source.read_text(), header, *compiler_flags(), platform.platform(), _processor())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return f"{stem}-{key}.so"
 
 
 def compiler_flags() -> tuple[str, ...]:
@@ -226,7 +230,8 @@ def get_kernels(
     try:
         folder = cache_folder()
         libraries = {kind: folder / kind.library() for kind in wanted}
-        _compile({kind: path for kind, path in libraries.items() if not path.exists()}, meanwhile)
+        missing = {path: kind.header() for kind, path in libraries.items() if not path.exists()}
+        compile_libraries(SOURCE, missing, meanwhile)
         kernels: dict[KernelKind, UpdateKernel] = {}
         for kind, path in libraries.items():
             kernels[kind] = CompiledUpdate(path, threads)
@@ -237,20 +242,23 @@ def get_kernels(
         return {}
 
 
-def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -> None:
-    """Compile each kind into its library. Raises `KernelError` with the first error of the first compiler that fails."""
-    if not libraries:
+def compile_libraries(source: Path, headers: Mapping[Path, str], meanwhile: Callable[[], None]) -> None:
+    """Compile the source with each `kind.h` into its library, at low priority, while `meanwhile` is called often.
+
+    Raises `KernelError` with the first error of the first compiler that fails.
+    """
+    if not headers:
         return
     compiler = ["nice", cxx_compiler(), *compiler_flags()]
     compilers: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
-    with tempfile.TemporaryDirectory(dir=next(iter(libraries.values())).parent) as name:
+    with tempfile.TemporaryDirectory(dir=next(iter(headers)).parent) as name:
         try:
-            for kind, library in libraries.items():
+            for library, header in headers.items():
                 folder = Path(name, library.stem)
                 folder.mkdir()
-                (folder / "kind.h").write_text(kind.header())
+                (folder / "kind.h").write_text(header)
                 # In a session of its own: Ctrl-C stops the run, which then stops this.
-                command = [*compiler, f"-I{folder}", f"-o{folder}/made.so", str(SOURCE)]
+                command = [*compiler, f"-I{folder}", f"-o{folder}/made.so", str(source)]
                 with open(folder / "output", "wb") as output:
                     process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
                 compilers.append((process, folder, library))
@@ -262,7 +270,7 @@ def _compile(libraries: dict[KernelKind, Path], meanwhile: Callable[[], None]) -
                     lines = (folder / "output").read_text(errors="replace").splitlines()
                     # The compiler's first line may only say which file it compiles.
                     first = next((line for line in lines if "error" in line), " ".join(lines))
-                    raise KernelError(f"compiling the optimizer failed ({first.strip()[:300]})")
+                    raise KernelError(f"compiling {source} failed ({first.strip()[:300]})")
                 _publish(folder / "made.so", library)
         finally:
             for process, _, _ in compilers:
