@@ -15,7 +15,7 @@ Packing runs in compiled loops (`packed_formats.cpp`), or where there is no comp
 import ctypes
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,8 @@ DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "
 UNIT = 256
 # Elements that a thread takes at once. Temporaries of plain operations on them stay in the second cache.
 PIECE = 64 * 1024
+# Numbers that are unpacked at once elsewhere, if not compiled: temporaries of 160 MB.
+DEVICE_PIECE = 16 * 1024**2
 
 # The levels of NF4: quantiles of the normal distribution, as its authors rounded them.
 NF4_LEVELS = (
@@ -42,6 +44,8 @@ NF4_LEVELS = (
 NF4_LEAST = 1e-38  # bitsandbytes' smallest divisor, for groups of zeros and of denormal numbers
 E4M3_LARGEST = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# By the name of a code and the device.
+TABLES: dict[tuple[str, torch.device], Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -79,44 +83,42 @@ class PackedFormat:
 
         What a byte stands for is looked up. Compilers cut longer arithmetic into kernels with fp32 buffers between them.
         """
-        codes, scales = self._parts(packed, numbers.numel())
         table = _table(self.name, numbers.device)
         factors = _table("ue8m0", numbers.device) if self.scale_dtype == torch.uint8 else None
-
-        def unpack(codes: Tensor, scales: Tensor, numbers: Tensor) -> None:
-            scales = scales if factors is None else factors[scales.int()]
-            values = table[codes.int()].view(-1, self.group)
-            numbers.view(-1, self.group).copy_(values * scales[:, None])
-
+        size = PIECE if numbers.device.type == "cpu" else DEVICE_PIECE
         if torch.compiler.is_compiling():
-            return unpack(codes, scales, numbers)
-        bytes_, groups = PIECE * self.code_bits // 8, PIECE // self.group
-        for piece in zip(codes.split(bytes_), scales.split(groups), numbers.split(PIECE), strict=True):
-            unpack(*piece)
+            size = numbers.numel()
+        for to, codes, scales in self._pieces(packed, numbers, size):
+            values = table[codes.int()].view(-1, self.group)
+            factor = scales if factors is None else factors[scales.int()]
+            to.view(-1, self.group).copy_(values * factor[:, None])
 
     def _parts(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """View the codes and the scales of a buffer."""
         at = numel * self.code_bits // 8
         return packed[:at], packed[at : self.nbytes(numel)].view(self.scale_dtype)
 
+    def _pieces(self, packed: Tensor, numbers: Tensor, size: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        """Cut numbers into pieces. Yield each with its codes and scales."""
+        codes, scales = self._parts(packed, numbers.numel())
+        cut = codes.split(size * self.code_bits // 8), scales.split(size // self.group)
+        return zip(numbers.split(size), *cut, strict=True)
+
     def _pack_plainly(self, numbers: Tensor, packed: Tensor) -> bool:
         """Pack piece by piece. Return False at a number that is not finite."""
-        codes, scales = self._parts(packed, numbers.numel())
-        bytes_, per_piece = PIECE * self.code_bits // 8, PIECE // self.group
-        pieces = zip(numbers.split(PIECE), codes.split(bytes_), scales.split(per_piece), strict=True)
-        for piece, its_codes, its_scales in pieces:
+        for piece, codes, scales in self._pieces(packed, numbers, PIECE):
             groups = piece.view(-1, self.group).float()
             largest = groups.abs().amax(1)
             if not largest.isfinite().all():
                 return False
             found, scale = ENCODERS[self.name](groups, largest)
-            its_scales.copy_(scale)
+            scales.copy_(scale)
             if self.code_bits == 8:
-                its_codes.copy_(found.view(-1))
+                codes.copy_(found.view(-1))
             else:
                 even, odd = found.view(-1, 2).unbind(1)
                 high, low = (even, odd) if self.name == "nf4" else (odd, even)
-                torch.bitwise_or(high << 4, low, out=its_codes)
+                torch.bitwise_or(high << 4, low, out=codes)
         return True
 
     def _pack_compiled(self, library: ctypes.CDLL, numbers: Tensor, packed: Tensor) -> bool:
@@ -124,7 +126,7 @@ class PackedFormat:
         # This room is below that of models, which is below that of optimizers.
         from torchround.optim.kernel import RangeThreads
 
-        assert numbers.is_contiguous() and packed.is_contiguous() and packed.device.type == "cpu"
+        assert numbers.is_contiguous() and packed.is_contiguous(), "compiled loops take whole buffers"
         function = library[f"pack_{self.name}_{DTYPES[numbers.dtype]}"]
         tensors = (numbers, *self._parts(packed, numbers.numel()))
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
@@ -175,15 +177,14 @@ def nf4_bounds() -> list[float]:
     return ((levels[:-1] + levels[1:]) / 2).tolist()
 
 
-@torch.compiler.assume_constant_result
 def _table(name: str, device: torch.device) -> Tensor:
-    # A function of its own: compilers ignore `cache`, and would copy the table to the device in each call.
-    return _made_table(name, device)
+    """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales.
 
-
-@cache
-def _made_table(name: str, device: torch.device) -> Tensor:
-    """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
+    Compiled code finds the tables that `unpack` has made before; otherwise it makes them anew in each call.
+    """
+    found = TABLES.get((name, device))
+    if found is not None:
+        return found
     byte = torch.arange(256, dtype=torch.uint8)
     low, high = (byte & 15).int(), (byte >> 4).int()
     if name == "nf4":
@@ -192,7 +193,10 @@ def _made_table(name: str, device: torch.device) -> Tensor:
         table = torch.tensor(E2M1_VALUES, dtype=torch.float32)[torch.stack((low, high), 1)]
     else:
         table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
-    return table.to(device)
+    table = table.to(device)
+    if not torch.compiler.is_compiling():
+        TABLES[name, device] = table
+    return table
 
 
 @cache
