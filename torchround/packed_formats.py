@@ -43,6 +43,8 @@ NF4_LEVELS = (
 )
 NF4_LEAST = 1e-38  # bitsandbytes' smallest divisor, for groups of zeros and of denormal numbers
 E4M3_LARGEST = 448.0
+# Tables of bytes, by their name and device.
+TABLES: dict[tuple[str, torch.device], Tensor] = {}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -135,19 +137,14 @@ class PackedPlace:
         if not is_finite:
             raise ValueError("it holds numbers that are not finite, which have no packed form")
 
-    def read(self, numbers: Tensor) -> None:
-        """Unpack into flat `numbers` [numel].
-
-        What a byte stands for is looked up. Compilers cut longer arithmetic into kernels with fp32 buffers between them.
-        """
+    def read(self, numbers: Tensor, compiled: Callable[..., None] | None = None) -> None:
+        """Unpack into flat `numbers` [numel], by `unpack_numbers` or by what a compiler made of it."""
         packed = self.format
         table = _table(packed.name, numbers.device)
         factors = _table("ue8m0", numbers.device) if packed.scale_dtype == torch.uint8 else None
-        pieces = [(self, numbers)] if torch.compiler.is_compiling() else self._pieces(numbers)
-        for one, piece in pieces:
-            scales = one.scales if factors is None else factors[one.scales.int()]
-            values = table[one.codes.int()].view(-1, packed.group, packed.inner)
-            piece.view(values.shape).copy_(values * scales.view(-1, 1, packed.inner))
+        for place, piece in [(self, numbers)] if compiled else self._pieces(numbers):
+            unpack = compiled or unpack_numbers
+            unpack(place.codes, place.scales, table, factors, piece, packed.group, packed.inner)
 
     def _pieces(self, numbers: Tensor) -> "Iterator[tuple[PackedPlace, Tensor]]":
         """Cut the place and its numbers, so that temporaries stay small."""
@@ -198,6 +195,29 @@ class PackedPlace:
         return all(finite)
 
 
+def unpack_numbers(
+    codes: Tensor,
+    scales: Tensor,
+    table: Tensor,
+    factors: Tensor | None,
+    numbers: Tensor,
+    group: int,
+    inner: int,
+) -> None:
+    """Write the numbers of codes and scales. Compiled, it is one kernel without temporaries.
+
+    What a byte stands for is looked up. Compilers cut longer arithmetic into kernels with fp32 buffers between them.
+    """
+    factor = scales if factors is None else factors[scales.int()]
+    values = table[codes.int()].view(-1, group, inner)
+    numbers.view(values.shape).copy_(values * factor.view(-1, 1, inner))
+
+
+def unpacking_bytes(numel: int, kind: str) -> int:
+    """Count the temporaries of `read` without a compiler: codes as int32, and fp32 values before and after scaling."""
+    return 12 * min(numel, PIECE if kind == "cpu" else DEVICE_PIECE)
+
+
 def _encode_nf4(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     scaled = groups * largest.clamp(min=NF4_LEAST).reciprocal_()[:, None]
     codes = torch.zeros(groups.shape, dtype=torch.uint8, device=groups.device)
@@ -232,15 +252,14 @@ def nf4_bounds() -> list[float]:
     return ((levels[:-1] + levels[1:]) / 2).tolist()
 
 
-@torch.compiler.assume_constant_result
 def _table(name: str, device: torch.device) -> Tensor:
-    # A function of its own: compilers ignore `cache`, and would copy the table to the device in each call.
-    return _made_table(name, device)
+    """Find the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
+    if (name, device) not in TABLES:
+        TABLES[name, device] = _made_table(name).to(device)
+    return TABLES[name, device]
 
 
-@cache
-def _made_table(name: str, device: torch.device) -> Tensor:
-    """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
+def _made_table(name: str) -> Tensor:
     byte = torch.arange(256, dtype=torch.uint8)
     low, high = (byte & 15).int(), (byte >> 4).int()
     if name == "nf4":
@@ -249,7 +268,7 @@ def _made_table(name: str, device: torch.device) -> Tensor:
         table = torch.tensor(E2M1_VALUES, dtype=torch.float32)[torch.stack((low, high), 1)]
     else:
         table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
-    return table.to(device)
+    return table
 
 
 @cache

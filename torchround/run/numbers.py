@@ -24,6 +24,7 @@ from torchround.engine.worker.orthogonalise import STEPS, directed_parameters
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.optim.formats import StateFormat
 from torchround.optim.optimizer import UpdateRule, make_optimizer
+from torchround.packed_formats import unpacking_bytes
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts, measured_costs
 from torchround.planning.keep_rule import kept_whole
@@ -229,7 +230,14 @@ def _counted_costs(
             model.names, works, numels, card, element_bytes, accumulate_bytes, () if is_virtual else moved
         )
         layers = tuple(
-            with_job(card.unpacking(layer, nbytes), shapes, device, dtype)
+            with_job(
+                card.unpacking(
+                    layer, nbytes, 0 if compiles else unpacking_bytes(nbytes // element_bytes, hardware.kind)
+                ),
+                shapes,
+                device,
+                dtype,
+            )
             for layer, shapes, nbytes in zip(costs.layers, matrices, unpacked, strict=True)
         )
         launch_s = 0.0 if hardware.kind == "cpu" else launch_seconds([work.products for work in works])

@@ -86,6 +86,12 @@ class DeviceWorker:
         self.slots = StageSlots(
             self.device, setup.store, setup.settings.accumulate_dtype, setup.partition, len(setup.queues)
         )
+        if setup.settings.compiler is not None:
+            unpacked, memory = self.slots.unpacked, self.slots.weights.memory
+            compiling = partial(
+                unpacked.compile, setup.settings.compiler.backend, setup.store.bundles, memory
+            )
+            self.device.run(Stream.COMPUTE, compiling, [memory], [unpacked.memory])
         directed = [parameter for b in directed_bundles(self._store) for parameter in directed_parameters(b)]
         self._look_aheads.reserve(max((piece_elements(parameter.shape) for parameter in directed), default=0))
 

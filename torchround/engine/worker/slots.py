@@ -8,7 +8,7 @@ A value between two layers is a tensor, or containers of `torch.utils._pytree` w
 A tensor that comes twice travels once and is one object again on the other side, so that its gradient adds up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -23,6 +23,7 @@ from torchround.engine.device import PASSED, Device, Event, Stream
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Hidden, aligned
+from torchround.packed_formats import unpack_numbers
 from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
 from torchround.planning.partition import Partition, Stage
 
@@ -91,7 +92,7 @@ class TwoSlots:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+        self.memory = memory
         # The slots that are in use at the low end and at the high end.
         self._ends = [DeviceSlot(memory[:0]), DeviceSlot(memory[:0])]
         self._newest = 0
@@ -103,12 +104,12 @@ class TwoSlots:
         one stream has released before.
         """
         beside, self._newest = self._ends[self._newest], 1 - self._newest
-        before, itemsize = self._ends[self._newest], self._memory.itemsize
+        before, itemsize = self._ends[self._newest], self.memory.itemsize
         taken = aligned(numel * itemsize) // itemsize
-        room = self._memory.numel() - beside.taken
+        room = self.memory.numel() - beside.taken
         assert taken <= room, f"a slot of {taken} elements beside the newest one, which leaves {room}"
-        start = 0 if self._newest == 0 else self._memory.numel() - taken
-        slot = self._ends[self._newest] = DeviceSlot(self._memory[start : start + numel], taken)
+        start = 0 if self._newest == 0 else self.memory.numel() - taken
+        slot = self._ends[self._newest] = DeviceSlot(self.memory[start : start + numel], taken)
         slot.released = before.released
         if before.taken == taken:
             slot.frozen_weights = before.frozen_weights
@@ -124,6 +125,16 @@ class UnpackedLayer:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.content: tuple[int, int] | None = None
+        self._compiled: Callable[..., None] | None = None
+
+    def compile(self, backend: str, bundles: "Sequence[Bundle]", memory: Tensor) -> None:
+        """Compile the unpacking of each kind of bundle by running it on any bytes, which `memory` has."""
+        compiled = torch.compile(unpack_numbers, backend=backend)
+        kinds = {(str(b.packed), b.unpacked_numel): b for b in bundles if b.packed is not None}
+        with torch.no_grad():
+            for bundle in kinds.values():
+                self._unpack(bundle, memory[: bundle.numel], 0, compiled)
+        self._compiled = compiled
 
     def hold(self, content: tuple[int, int], packed: "Sequence[tuple[SlotRange, Tensor]]") -> None:
         """Unpack a layer's ranges of a weight slot, unless they are what the memory holds."""
@@ -132,11 +143,17 @@ class UnpackedLayer:
         start = 0
         with torch.no_grad():
             for used, memory in packed:
-                bundle, numel = used.bundle, used.bundle.unpacked_numel
-                assert bundle.packed is not None, "only packed bundles are unpacked"
-                bundle.packed.unpack(memory.view(torch.uint8), self.memory[start : start + numel])
-                start += numel
+                start = self._unpack(used.bundle, memory, start, self._compiled)
         self.content = content
+
+    def _unpack(
+        self, bundle: Bundle, memory: Tensor, start: int, compiled: Callable[..., None] | None
+    ) -> int:
+        assert bundle.packed is not None, "only packed bundles are unpacked"
+        stop = start + bundle.unpacked_numel
+        place = bundle.packed.place(memory.view(torch.uint8), bundle.unpacked_numel)
+        place.read(self.memory[start:stop], compiled)
+        return stop
 
 
 class SlotRange(NamedTuple):
