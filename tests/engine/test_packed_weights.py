@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import engine_rows
 from tests.support.engine_rows import FAMILY_BLOCKS, Row, assert_same
 from tests.support.small_decoders import small_decoder
+from torchround.engine.compiled import LayerCompiler
 from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.lora import pack_base
 from torchround.packed_formats import FORMATS
@@ -58,3 +60,20 @@ def test_training_has_the_bits_of_a_reference_on_unpacked_weights(name):
     expected = row.reference()
     expected.state = {name: v for name, v in expected.state.items() if name.split("/")[1] not in packed}
     assert_same(row.run_all(), expected)
+
+
+@pytest.mark.compiles
+def test_compiled_layers_have_the_bits_of_compiled_layers_on_unpacked_weights(monkeypatch):
+    monkeypatch.setattr(engine_rows, "LayerCompiler", lambda model, _: LayerCompiler(model))
+    row = replace(row_of("nf4", 2, 1, "forward"), compiled="layers")
+    store = row.store(row.model())
+    write_base(store)
+    values = {name: weight.clone() for name, weight in store.weights().items()}
+    plain = replace(
+        row, build=lambda: replace(row.model(), packed={}), before=lambda store: store.write_weights(values)
+    )
+    expected = plain.run_all()
+    found = row.run_all()
+    expected.state = {name: value for name, value in expected.state.items() if name in found.state}
+    expected.device_weights = found.device_weights = []
+    assert_same(found, expected)
