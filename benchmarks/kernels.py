@@ -470,7 +470,7 @@ def count_layers(
 
     The micro-batch is on `meta`; `max_documents` is a number, as in a run.
     """
-    bundles, locations = collect_bundles(model, {}, NO_STATE)
+    bundles, locations = collect_bundles(model, {}, NO_STATE, element_bytes=2)
     store = SimpleNamespace(
         bundles=bundles,
         locations=locations,

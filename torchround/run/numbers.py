@@ -209,7 +209,8 @@ def _counted_costs(
     numels, dtype = layer_numels(bundles, len(model.layers)), numbers.training.dtype
     unpacked = [0] * len(model.layers)
     for packed in bundles:
-        unpacked[packed.layers[0]] += packed.unpacked_numel * numbers.dtype.itemsize
+        for index in packed.layers:
+            unpacked[index] += packed.unpacked_numel * numbers.dtype.itemsize
     moving = numbers.engine.update, numbers.dtype.itemsize, numbers.dtype.itemsize
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
