@@ -162,7 +162,7 @@ class BufferReservation:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
             before, this = this, replace(this, step=this.step + (not self._accumulates))
         # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
-        newest = self.store.policy.version_read(this.step) if this.training else this.step
+        newest = self.store.mode.version_read(this.step) if this.training else this.step
         overlaps = not before.training or newest - (self.store.stale_layers > 0) <= before.step
         # Steps of a run have few shapes, so this is a look-up for most passes.
         key = this, before, overlaps, self._values.measured

@@ -289,7 +289,7 @@ class Engine:
             self.close()
             return
         # After a stop no gradient comes, so an update layer by layer would end between two versions.
-        if self.store.policy.updates_by_layer and issubclass(kind, Exception):
+        if self.store.mode.updates_by_layer and issubclass(kind, Exception):
             with suppress(EngineError):  # the caller gets its own exception
                 self.drain()
         self._stop()

@@ -1,7 +1,7 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
 This file alone determines who writes what and when in a step, a save and a validation: the tasks wait for each other by the
-order of the calls here (`tasks.py`). The policies are places in this order (`docs/engine.md`).
+order of the calls here (`tasks.py`). An update mode is a place in this order (`docs/engine.md`).
 
     task, in the order of a step      worker     reads                                       writes
     a stage                           device     device weights                              gradient or a part of it
@@ -87,10 +87,10 @@ class Program:
         self._queues = queues
         self._num_devices = len(queues)
         self._accumulates = accumulates
-        self._is_bounded = store.policy.updates_by_layer
+        self._updates_by_layer = store.mode.updates_by_layer
         self._directed = directed_bundles(store)
         names = {b.index: b.name for b in store.trained}
-        versions = range(store.policy.versions)
+        versions = range(store.mode.versions)
         self._weights = {i: [Buffer(WEIGHTS, name) for _ in versions] for i, name in names.items()}
         self._states = {i: Buffer(STATE, name) for i, name in names.items()}
         self._gradients = {i: Buffer(GRADIENT, name) for i, name in names.items()}
@@ -188,10 +188,10 @@ class Program:
             given = [landed.get(part, makers[part]) for part in parts]
             run = partial(self._exchange.add, bundle, step, parts, given)
             self._emit(self._updater, "the sum", step, run, bundle, reads, [self._gradients[bundle.index]])
-            if self._is_bounded and is_whole:
+            if self._updates_by_layer and is_whole:
                 self._last_sums[bundle.index] = self._host_tasks[self._updater].pop()
         # With several calls only `step` knows which part was the last one.
-        if is_whole and not (self._is_bounded or self._accumulates):
+        if is_whole and not (self._updates_by_layer or self._accumulates):
             self._measure(step, bundle)
 
     def _measure(self, step: int, bundle: Bundle) -> None:
@@ -216,10 +216,10 @@ class Program:
         pass_ = self.open_pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
-        if self._accumulates and not self._is_bounded:
+        if self._accumulates and not self._updates_by_layer:
             for bundle in reversed(self._store.owned):
                 self._measure(pass_.step, bundle)
-        if self._directed and self._store.policy.versions > 1:
+        if self._directed and self._store.mode.versions > 1:
             self._deferred = decision
         else:
             self._update(decision, self.next_slot)
@@ -287,13 +287,13 @@ class Program:
             run = partial(updater.step_host_optimizer, decision)
             self._emit(updater, "the optimizer", step, run, writes=[*written, self._records])
         # As the gradients of `bounded` are whole one after the other, otherwise as the next step's forward reads weights.
-        for bundle in self._store.trained[:: -1 if self._is_bounded else 1]:
+        for bundle in self._store.trained[:: -1 if self._updates_by_layer else 1]:
             # The next step's forward has to read device weights that lag before they are written.
             new = [] if self._store.lags(bundle) else [self._weights_of(bundle, step + 1)]
             # A skipped update copies them.
-            old = [self._weights_of(bundle, step)] if self._store.policy.versions > 1 else []
+            old = [self._weights_of(bundle, step)] if self._store.mode.versions > 1 else []
             if bundle.is_owned:
-                if self._is_bounded:
+                if self._updates_by_layer:
                     if bundle.index in self._last_sums:
                         self._host_tasks[updater].append(self._last_sums.pop(bundle.index))
                     self._measure(step, bundle)

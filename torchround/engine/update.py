@@ -98,7 +98,7 @@ class Updater(Worker):
         if self._compiles:
             store = self._store
             each = (
-                KernelKind.of(buffers, store.policy.predicts)
+                KernelKind.of(buffers, store.mode.predicts)
                 for bundle in store.owned
                 for buffers in store.update_buffers(bundle, store.step)
             )
@@ -178,7 +178,7 @@ class Updater(Worker):
         report = decision.report
         report.directions = tuple(buffer.content for buffer in directions)
         report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
-        norm = 0.0 if self._store.policy.updates_by_layer else self._take_norm(decision)
+        norm = 0.0 if self._store.mode.updates_by_layer else self._take_norm(decision)
         report.fault = self._fault(norm, report.loss_scale)
         report.skipped = bool(report.fault) or not math.isfinite(norm)
         if report.skipped or self._host_optimizer is None:  # whose own step begins the update
@@ -216,15 +216,15 @@ class Updater(Worker):
             raise
 
     def _begin_update(self, decision: Decision) -> None:
-        is_bounded = self._store.policy.updates_by_layer
-        if decision.applies or not is_bounded:
+        updates_by_layer = self._store.mode.updates_by_layer
+        if decision.applies or not updates_by_layer:
             self._mark()
-        if not is_bounded:  # After a stop it could not be completed: gradients would be missing.
+        if not updates_by_layer:  # After a stop it could not be completed: gradients would be missing.
             self._begun = decision.step
         if decision.applies:
             # Before the bundles: the bias correction of this update counts it, whatever layers `bounded` leaves out.
             self._store.applied_updates += 1
-            if self._store.policy.predicts:
+            if self._store.mode.predicts:
                 self._store.prediction = float(decision.lr)
 
     def step_host_optimizer(self, decision: Decision) -> None:
@@ -284,7 +284,7 @@ class Updater(Worker):
     def finish(self, decision: Decision) -> None:
         """Declare the store whole after a step, and report."""
         store, step, report = self._store, decision.step, decision.report
-        if store.policy.updates_by_layer:
+        if store.mode.updates_by_layer:
             self._take_norm(decision)
             if decision.applies:
                 squares = ((bundle.name, self._squares[bundle.index]) for bundle in reversed(store.trained))
@@ -292,7 +292,7 @@ class Updater(Worker):
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)
-        overflows = not (store.policy.updates_by_layer or math.isfinite(report.grad_norm))
+        overflows = not (store.mode.updates_by_layer or math.isfinite(report.grad_norm))
         store.loss_scaling.record(step, overflows)
         # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:
