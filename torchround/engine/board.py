@@ -11,6 +11,8 @@ waits for, as it told `Board.waits`. All waits end, and the call in progress rai
     a machine that lives and sends nothing       `Watchdog`: the thread of that peer waits
     a machine that is gone                       `Liveness` (`machines/`) after `machines.timeout_s`; its error comes to `Board.fail`
     a compiler                                   nothing: while one works, the watchdog does not count (docs/faults.md)
+
+A save or a reader that hangs is noticed once everything else waits for it: as long as steps go by, something moves.
 """
 
 import sys

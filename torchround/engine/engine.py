@@ -219,7 +219,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._call():
-            self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
+            self._program.hand_out_sums()  # of a call without its `step`: other machines may wait to send parts
             self._program.hand_out(with_deferred=True)
             for result in self._under_way:
                 result.wait()
@@ -379,7 +379,7 @@ class Engine:
                 updated = flag.numbers[0] if isinstance(flag, Value) and flag.kind == UPDATED else -1
                 if updated >= self._program.next_step:
                     raise EngineUsageError("update() needs the step() that makes it")
-                self._program.release_sums()
+                self._program.hand_out_sums()
                 self._program.hand_out(with_deferred=self._program.defers(updated))
             self._watchdog.wait_for(flag, words)
             if isinstance(flag, Value) and isinstance(flag.content, HostTensors):

@@ -100,8 +100,9 @@ class Program:
         self.next_step = store.step
         self.rounds = 0
         self.open_pass: Pass | None = None
-        # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
-        self._last_sums: dict[int, Task] = {}
+        # By bundle, the last sum of a call (`bounded`), which is not handed out yet: it has its place among the accesses, but
+        # runs right before the update, which only `step` declares.
+        self._held_sums: dict[int, Task] = {}
         # Of the step whose update is deferred: it comes among the stages of the next step (`async` with directions).
         self._deferred: Decision | None = None
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
@@ -113,7 +114,7 @@ class Program:
         """Declare a call of a step: its stages, and what takes their gradients and losses. Returns the task that ends it."""
         share, step = pass_.share, pass_.step
         assert share is not None, f"step {step} was dispatched without a share"
-        self.release_sums()
+        self.hand_out_sums()
         first_slot = self.next_slot
         self.next_slot += len(stages)
         num_forward, consumers = _num_forward(stages), deque(self._consumers(step, share))
@@ -187,9 +188,10 @@ class Program:
         if bundle.adds_up:
             given = [landed.get(part, makers[part]) for part in parts]
             run = partial(self._exchange.add, bundle, step, parts, given)
-            self._emit(self._updater, "the sum", step, run, bundle, reads, [self._gradients[bundle.index]])
-            if self._updates_by_layer and is_whole:
-                self._last_sums[bundle.index] = self._host_tasks[self._updater].pop()
+            writes, is_held = [self._gradients[bundle.index]], self._updates_by_layer and is_whole
+            task = self._emit(self._updater, "the sum", step, run, bundle, reads, writes, is_held)
+            if is_held:
+                self._held_sums[bundle.index] = task
         # With several calls only `step` knows which part was the last one.
         if is_whole and not (self._updates_by_layer or self._accumulates):
             self._measure(step, bundle)
@@ -203,11 +205,11 @@ class Program:
         run = partial(self._updater.measure, bundle, step)
         self._emit(self._updater, "the norm", step, run, bundle, reads, writes)
 
-    def release_sums(self) -> None:
-        """Let the last sums of a call run although `step` has not come, because a call waits for what they free."""
-        for task in self._last_sums.values():
+    def hand_out_sums(self) -> None:
+        """Let the held sums of a call run although `step` has not come, because a call waits for what they free."""
+        for task in self._held_sums.values():
             self._host_tasks[self._updater].append(task)
-        self._last_sums = {}
+        self._held_sums = {}
 
     # A step's update.
 
@@ -294,8 +296,8 @@ class Program:
             old = [self._weights_of(bundle, step)] if self._store.mode.versions > 1 else []
             if bundle.is_owned:
                 if self._updates_by_layer:
-                    if bundle.index in self._last_sums:
-                        self._host_tasks[updater].append(self._last_sums.pop(bundle.index))
+                    if bundle.index in self._held_sums:
+                        self._host_tasks[updater].append(self._held_sums.pop(bundle.index))
                     self._measure(step, bundle)
                 reads = [self._gradients[bundle.index], *old]
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
@@ -381,11 +383,13 @@ class Program:
         bundle: Bundle | None = None,
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
+        is_held: bool = False,
     ) -> Task:
-        """Declare a task of the host, to be handed out with the others of this call."""
+        """Declare a task of the host. Unless it is held, it is handed out with the others of this call."""
         location = FaultLocation(worker.actor, layers=self._names(bundle.layers if bundle else ()))
         task = Task(name, step, location, run, worker).declare(reads, writes)
-        self._host_tasks[worker].append(task)
+        if not is_held:
+            self._host_tasks[worker].append(task)
         return task
 
     def _names(self, layers: Sequence[int]) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 D stands for device weights, S for fp32 weights (or the residuals of split ones) with the optimizer's values. In a step the
 optimizer's thread writes, in tasks that `program.py` orders; `receive`, and `copy_version` of a bundle that another machine
-owns, run on the thread that receives from it.
+owns, run on the thread that receives from it. A bundle lags if it is of the first `stale_layers` layers (`bounded`): between
+steps its D is one version behind its S.
 
     writer                  writes  when
     initialize              D S     before the first engine of a new run: the layers' own weights, or pretrained ones
