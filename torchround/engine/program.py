@@ -31,24 +31,14 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from torchround.engine import tasks
 from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import DeviceJob, Pass, StageJob
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import (
-    DECISION,
-    DIRECTION,
-    GRADIENT,
-    RECORDS,
-    STATE,
-    WEIGHTS,
-    Access,
-    Buffer,
-    Task,
-    Worker,
-)
+from torchround.engine.tasks import Access, Buffer, Task, Worker
 from torchround.engine.update import Decision, Updater
 from torchround.engine.worker.orthogonalise import DirectionJob, directed_bundles
 from torchround.optim.host_optimizer import Hyperparameters
@@ -91,11 +81,11 @@ class Program:
         self._directed = directed_bundles(store)
         names = {b.index: b.name for b in store.trained}
         versions = range(store.mode.versions)
-        self._weights = {i: [Buffer(WEIGHTS, name) for _ in versions] for i, name in names.items()}
-        self._states = {i: Buffer(STATE, name) for i, name in names.items()}
-        self._gradients = {i: Buffer(GRADIENT, name) for i, name in names.items()}
-        self._directions = {b.index: Buffer(DIRECTION, names[b.index]) for b in self._directed}
-        self._records = Buffer(RECORDS)
+        self._weights = {i: [Buffer(tasks.WEIGHTS, name) for _ in versions] for i, name in names.items()}
+        self._states = {i: Buffer(tasks.STATE, name) for i, name in names.items()}
+        self._gradients = {i: Buffer(tasks.GRADIENT, name) for i, name in names.items()}
+        self._directions = {b.index: Buffer(tasks.DIRECTION, names[b.index]) for b in self._directed}
+        self._records = Buffer(tasks.RECORDS)
         self.next_slot = 0
         self.next_step = store.step
         self.rounds = 0
@@ -248,17 +238,6 @@ class Program:
         # By then the gradients have landed, so few devices wait.
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
-    def _direct(self, step: int, slot: int) -> None:
-        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn."""
-        # A device without a bundle gets an empty job, because it takes every `num_devices`-th slot.
-        for first in range(self._num_devices) if self._directed else ():
-            bundles = tuple(self._directed[first :: self._num_devices])
-            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
-            task.declare(writes=[self._directions[bundle.index] for bundle in bundles])
-            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
-            task.accesses = []  # the job has them
-            self.next_slot += 1
-
     # Between steps.
 
     def save(self, run: Callable[[], object]) -> Task:
@@ -279,8 +258,16 @@ class Program:
             self._exchange_weights(bundle, step)
 
     def _update(self, decision: Decision, slot: int) -> None:
-        step, decided, updater = decision.step, Buffer(DECISION), self._updater
-        self._direct(step, slot)
+        step, decided, updater = decision.step, Buffer(tasks.DECISION), self._updater
+        # The bundles are dealt to the devices in turn. A device without one gets an empty job, because it takes every
+        # `num_devices`-th slot.
+        for first in range(self._num_devices) if self._directed else ():
+            bundles = tuple(self._directed[first :: self._num_devices])
+            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
+            task.declare(writes=[self._directions[bundle.index] for bundle in bundles])
+            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
+            task.accesses = []  # the job has them
+            self.next_slot += 1
         directions = list(self._directions.values())
         run = partial(updater.decide, decision, directions)
         self._emit(updater, "the decision", step, run, reads=directions, writes=[self._records, decided])
@@ -363,8 +350,8 @@ class Program:
         for device, queue in enumerate(self._queues):
             # Together: a device that waited for a direction job would first send off gradients, which land only after it.
             queue.put(*(job for job in jobs if job.slot % self._num_devices == device))
-        for worker, tasks in self._host_tasks.items():
-            worker.put(tasks)
+        for worker, declared in self._host_tasks.items():
+            worker.put(declared)
         self._jobs, self._host_tasks = [], defaultdict(list)
 
     def _weights_of(self, bundle: Bundle, version: int) -> Buffer:

@@ -112,7 +112,6 @@ class Updater(Worker):
         return self._begun == step
 
     def fault(self, error: BaseException, location: FaultLocation) -> None:
-        """Report an error that ends this thread."""
         failure = self._exchange.located(error)
         if failure is None:
             failure = PipelineError.of(error, location)
@@ -134,7 +133,7 @@ class Updater(Worker):
         self._board.note_progress()
 
     def hyperparameters_of(self, lr: float | None) -> tuple[float, Hyperparameters | None]:
-        """Return a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now, to the controller."""
+        """Tell the controller a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now."""
         if self._host_optimizer is not None:
             return 0.0, self._host_optimizer.hyperparameters(lr)
         if lr is None:
@@ -179,7 +178,14 @@ class Updater(Worker):
         report.directions = tuple(buffer.content for buffer in directions)
         report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
         norm = 0.0 if self._store.mode.updates_by_layer else self._take_norm(decision)
-        report.fault = self._fault(norm, report.loss_scale)
+        if not math.isfinite(self._loss):
+            report.fault = "the loss is not finite"
+        elif math.isfinite(norm):
+            report.fault = str(self._store.spikes.spike(self._loss, norm) or "")
+        elif not self._store.loss_scaling.can_fall(
+            report.loss_scale
+        ):  # an overflow that a lower scale can cure is no fault
+            report.fault = "the gradient is not finite"
         report.skipped = bool(report.fault) or not math.isfinite(norm)
         if report.skipped or self._host_optimizer is None:  # whose own step begins the update
             self._begin_update(decision)
@@ -187,19 +193,11 @@ class Updater(Worker):
     def _take_norm(self, decision: Decision) -> float:
         report = decision.report
         own = self._squares, self._direction_squares
-        self._squares, directed = self._exchange.all_squares(decision.step, own)
+        self._squares, directed = self._exchange.gather(own, f"the norms of step {decision.step}")
         squares = [*self._squares.values(), *directed.values()]
         report.grad_norm = math.sqrt(math.fsum(squares)) / report.loss_scale
         decision.clipped_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
         return report.grad_norm
-
-    def _fault(self, norm: float, loss_scale: float) -> str:
-        """Return why the update is skipped, or "". An overflow that a lower loss scale can cure is no fault."""
-        if not math.isfinite(self._loss):
-            return "the loss is not finite"
-        if not math.isfinite(norm):
-            return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
-        return str(self._store.spikes.spike(self._loss, norm) or "")
 
     def _mark(self) -> None:
         """Mark the store as inconsistent, if it is not yet. Raises `Stopped` after a stop: no update begins then.
