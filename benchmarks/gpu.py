@@ -225,12 +225,12 @@ class Bench:
 
     def _measure_layers(self, store: HostStore) -> tuple[list[dict[str, Any]], float, Costs]:
         """Measure each layer's own times in the first steps, with one layer per stage; also return the first loss."""
-        table = self._table("sync", 1).model_copy(update={"update": store.policy.name})
+        table = self._table("sync", 1).model_copy(update={"update": store.mode.name})
         hardware, numbers = find_hardware(table), RunNumbers(self.training, table)
         question = run_question(self.model, numbers, hardware)
         counted = question.costs()
         partition = Partition((1,) * (counted.num_layers - 1), 1, (1,) * (counted.num_layers - 1))
-        plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.policy.name)
+        plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.mode.name)
         results = []
         compiler = self._layer_compiler(table, hardware, question.stays_uncompiled)
         devices = hardware.make_devices()

@@ -157,7 +157,7 @@ def train(setup: Setup, group: MachineGroup | None) -> float:
     # Weights that no computation uses are exchanged like others.
     model, plan = timed_model(setup.costs, unused_parameters=setup.sizes), setup.plan
     ownership = Ownership(rank, size) if group is not None else None
-    store = HostStore(model, torch.bfloat16, policy=MODES[plan.update], ownership=ownership)
+    store = HostStore(model, torch.bfloat16, mode=MODES[plan.update], ownership=ownership)
     store.initialize(model, seed=0)
     if group is not None:
         share_weights(store, group)

@@ -202,7 +202,7 @@ def run_plan(
     So single steps differ, and `steps` should be a multiple of the devices. The warm-up steps and the last step,
     which no other step follows, are left out.
     """
-    store = HostStore(model, policy=MODES[plan.update])
+    store = HostStore(model, mode=MODES[plan.update])
     store.initialize(model, seed=0)
     micro_batches = empty_micro_batches(plan.num_micro_batches)
     parts = model, store, devices, plan.partition

@@ -78,11 +78,11 @@ def dispatch_tasks(
 class _Builder:
     """A list of timed tasks under construction, with the tasks whose results later ones need."""
 
-    def __init__(self, costs: Costs, recompute: str, is_bounded: bool, stale_layers: int) -> None:
+    def __init__(self, costs: Costs, recompute: str, updates_by_layer: bool, stale_layers: int) -> None:
         self.costs = costs
         self.recompute = recompute
         self.seconds: list[tuple[float, float]] = []  # of each stage, before and after it needs its input
-        self.is_bounded = is_bounded
+        self.updates_by_layer = updates_by_layer
         self.completed_with = costs.completed_with()
         self.stale_layers = stale_layers
         self.input_bytes = [0, *(layer.boundary_bytes for layer in costs.layers)]
@@ -168,9 +168,9 @@ class _Builder:
         """
         order = list(range(len(self.costs.layers)))
         tasks = {}
-        for layer in reversed(order) if self.is_bounded else order:
+        for layer in reversed(order) if self.updates_by_layer else order:
             sources = [] if layer else [*gradients, *self.directions]
-            after = _ends([self.gradient_of[layer]] if self.is_bounded else sources)
+            after = _ends([self.gradient_of[layer]] if self.updates_by_layer else sources)
             own, seconds = range(layer, layer + 1), self.costs.layers[layer].optimizer_s
             tasks[layer] = self._append(HOST, SpanKind.UPDATE, seconds, own, -1, after=after)
         return [tasks[layer] for layer in order]
@@ -178,7 +178,7 @@ class _Builder:
     def _weights_ready(self, kind: StageKind, start: int, stop: int) -> tuple[Dependency, ...]:
         """Return the last update that a stage waits for, if it is in the schedule."""
         updates, layer = self.updates, stop - 1
-        if self.is_bounded:
+        if self.updates_by_layer:
             if kind is StageKind.FORWARD and stop <= self.stale_layers:
                 updates = self.older
             elif kind is StageKind.FORWARD:

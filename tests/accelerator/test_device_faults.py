@@ -117,31 +117,31 @@ STOPS = [
     *[(after, workers, SYNC, 0, False) for after, workers in ((0, 1), (1, 2), (400, 2), (1200, 1))],
     *[(500, 2, SYNC, 0, True), (100, 2, BOUNDED, 0, True), (1100, 2, BOUNDED, 3, True)],
     *[
-        pytest.param(after, 2, policy, stale_layers, True, marks=pytest.mark.nightly)
+        pytest.param(after, 2, mode, stale_layers, True, marks=pytest.mark.nightly)
         for after in range(100, 1300, 200)
-        for policy, stale_layers in ((SYNC, 0), (BOUNDED, 0), (BOUNDED, 3))
+        for mode, stale_layers in ((SYNC, 0), (BOUNDED, 0), (BOUNDED, 3))
     ],
 ]
 
 
-@pytest.mark.parametrize(("after", "workers", "policy", "stale_layers", "keeps"), STOPS, ids=str)
+@pytest.mark.parametrize(("after", "workers", "mode", "stale_layers", "keeps"), STOPS, ids=str)
 def test_a_device_that_fails_in_the_middle_leaves_whole_updates_or_a_store_that_is_marked(
-    simulator, kind, after, workers, policy, stale_layers, keeps
+    simulator, kind, after, workers, mode, stale_layers, keeps
 ):
     kept = ((),) * stale_layers + KEPT["all"][stale_layers:] if keeps else ()
     settings = {"kept": kept, "stale_layers": stale_layers}
-    states, expected = {}, toy_store(toy_model(), pinned=True, policy=policy)
+    states, expected = {}, toy_store(toy_model(), pinned=True, mode=mode)
     with device_engine(kind, toy_model(), expected, PARTITION, 1, **settings) as engine:
         for step in range(len(BATCHES) + 1):
             states[step] = copied(expected)
             train(engine, BATCHES[step : step + 1])
-    store = toy_store(toy_model(), pinned=True, policy=policy)
+    store = toy_store(toy_model(), pinned=True, mode=mode)
     engine = device_engine(kind, toy_model(), store, PARTITION, workers, **settings)
     simulator.inject_fault(0, after)
     with pytest.raises(PipelineError, match="planted fault") as raised:
         train(engine, BATCHES)
     assert isinstance(raised.value.__cause__, RuntimeError)
-    assert engine_threads() == [] and (store.is_consistent or policy is BOUNDED)
+    assert engine_threads() == [] and (store.is_consistent or mode is BOUNDED)
     simulator.reset()
     if not store.is_consistent:
         with pytest.raises(EngineUsageError, match="mixes two weight versions"):

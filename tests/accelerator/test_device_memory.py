@@ -97,17 +97,17 @@ def test_a_pool_of_several_registrations_trains(kind, locks, monkeypatch):
         for step in toy_batches(2, micro_batches=4)
     ]
     model = toy_model()
-    store = toy_store(model, pinned=True, policy=SYNC)
+    store = toy_store(model, pinned=True, mode=SYNC)
     with device_engine(kind, model, store, PARTITIONS["one layer a stage"], 2) as engine:
         train(engine, batches)
         assert len(locks["lock"]) > 3 * len(store.bundles) + 4, "the pool is not in pieces"
     store.close()
 
 
-@pytest.mark.parametrize(("workers", "policy"), [(1, SYNC), (2, ASYNC)], ids=str)
-def test_nothing_is_allocated_after_the_second_step(kind, workers, policy):
+@pytest.mark.parametrize(("workers", "mode"), [(1, SYNC), (2, ASYNC)], ids=str)
+def test_nothing_is_allocated_after_the_second_step(kind, workers, mode):
     model = toy_model(tied=True)
-    store = toy_store(model, torch.bfloat16, pinned=True, policy=policy)
+    store = toy_store(model, torch.bfloat16, pinned=True, mode=mode)
     with device_engine(kind, model, store, PARTITIONS["forward coarser"], workers) as engine:
 
         def allocated():

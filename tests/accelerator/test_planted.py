@@ -27,7 +27,7 @@ REUSED = ShortRun(workers=2, tight_pool=True)
 # Which worker takes a host buffer first is chance, so there are many of them, and this fault has several tries.
 REUSED_OFTEN = replace(REUSED, partition="one layer a stage", micro_batches=4, steps=3)
 TRIES = 5
-LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
+LATE = ShortRun(workers=2, mode=ASYNC, steps=4)
 EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
 MATRICES = ShortRun(optimizer="muon")
 
@@ -153,7 +153,7 @@ def test_what_only_makes_copies_wait_for_their_turn_changes_no_bit(simulator, st
 
 
 def test_every_wait_and_every_event_of_the_engine_is_in_the_tables(simulator):
-    runs = {run for _, run, _ in FAULTS.values()} | {FINEST, ShortRun(workers=2, policy=BOUNDED)}
+    runs = {run for _, run, _ in FAULTS.values()} | {FINEST, ShortRun(workers=2, mode=BOUNDED)}
     seen = [expected(run)[1] for run in runs]
     waits, events = (set().union(*(getattr(one, name) for one in seen)) for name in ("waits_for", "events"))
     assert waits - ONLY_FOR_SPEED == WAITS.keys()

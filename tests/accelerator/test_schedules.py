@@ -29,8 +29,8 @@ def draw(seed):
         [
             {},
             {"tied": True, "dtype": torch.bfloat16},
-            {"policy": ASYNC},
-            {"policy": ASYNC, "tied": True, "rounds": 2, "evaluates": True},
+            {"mode": ASYNC},
+            {"mode": ASYNC, "tied": True, "rounds": 2, "evaluates": True},
             {"rounds": 2, "dtype": torch.bfloat16, "evaluates": True},
         ]
     )
@@ -39,8 +39,8 @@ def draw(seed):
         run = ShortRun(model=drawn.choice(MODELS), dtype=torch.bfloat16, micro_batches=2)
     if seed % 5 == 3:
         more = drawn.choice([{"tied": True}, {"dtype": torch.bfloat16}, {"evaluates": True}])
-        run = ShortRun(policy=BOUNDED, steps=3, stale_layers=drawn.choice((0, 2, 5)), **more)
-    if run.policy is not BOUNDED:
+        run = ShortRun(mode=BOUNDED, steps=3, stale_layers=drawn.choice((0, 2, 5)), **more)
+    if run.mode is not BOUNDED:
         # Half of them with AdamW in fp32, whose reference is another loop.
         optimizers = ["adamw"] * len(OPTIMIZERS) + list(OPTIMIZERS)
         run = replace(run, optimizer=random.Random(f"optimizer of {seed}").choice(optimizers))
@@ -56,7 +56,7 @@ def draw(seed):
     return replace(
         run,
         # Stale layers come before the fused stage, which is all there is in the first partition.
-        partition=drawn.choice(list(PARTITIONS)[run.policy is BOUNDED :]),
+        partition=drawn.choice(list(PARTITIONS)[run.mode is BOUNDED :]),
         workers=workers,
         devices=devices,
         tight_pool=drawn.random() < 0.5,

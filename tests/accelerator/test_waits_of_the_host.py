@@ -13,7 +13,7 @@ from torchround.planning.update_modes import ASYNC
 
 RUNS = {
     "toy, bfloat16": ShortRun(dtype=torch.bfloat16, rounds=2, tied=True),
-    "toy, async": ShortRun(policy=ASYNC),
+    "toy, async": ShortRun(mode=ASYNC),
     "llama3": ShortRun(model="llama3-debug", dtype=torch.bfloat16),
     "qwen3": ShortRun(model="qwen3-debug", dtype=torch.bfloat16),
     "qwen3, experts": ShortRun(model="qwen3-debug_moe", dtype=torch.bfloat16),
@@ -28,7 +28,7 @@ for _name in ("toy, async", "qwen3, experts", "gpt_oss"):
 def test_no_step_waits_for_a_device_by_an_operation_or_by_a_pageable_copy(simulator, name):
     run = RUNS[name]
     model = run.build()
-    store = toy_store(model, run.dtype, policy=run.policy, pinned=True)
+    store = toy_store(model, run.dtype, mode=run.mode, pinned=True)
     settings = {"rounds": run.rounds, **dict(run.settings)}
     with device_engine("simulated", model, store, PARTITIONS["forward coarser"], 2, **settings) as engine:
         train(engine, toy_batches(2, run.micro_batches))

@@ -22,8 +22,8 @@ PARTITIONS = {
 }
 
 
-def train_both(model, num_devices, partition, stale=0, policy=SYNC, **settings):
-    store, steps = toy_store(model, policy=policy), [any_batches(3, seed) for seed in range(3)]
+def train_both(model, num_devices, partition, stale=0, mode=SYNC, **settings):
+    store, steps = toy_store(model, mode=mode), [any_batches(3, seed) for seed in range(3)]
     loop = Reference.of(model, store, stale=stale, rounds=settings.get("rounds", 1))
     with toy_engine(
         PARTITIONS[partition], num_devices, model=model, store=store, stale_layers=stale, **settings
@@ -39,8 +39,8 @@ def train_both(model, num_devices, partition, stale=0, policy=SYNC, **settings):
         (2, "one layer a stage", {"layerwise_recompute": True}),
         (3, "several", {"rounds": 2}),
         (8, "several", {"layerwise_recompute": True}),
-        (2, "several", {"policy": BOUNDED, "stale": 2}),
-        (3, "several", {"policy": BOUNDED, "stale": 2, "layerwise_recompute": True}),
+        (2, "several", {"mode": BOUNDED, "stale": 2}),
+        (3, "several", {"mode": BOUNDED, "stale": 2, "layerwise_recompute": True}),
     ],
 )
 def test_training_is_bitwise_that_of_a_plain_loop(num_devices, partition, settings):
@@ -132,16 +132,16 @@ def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partiti
     train_both(model, num_devices, partition)
 
 
-@pytest.mark.parametrize(("policy", "num_devices"), [(SYNC, 1), (ASYNC, 3), (BOUNDED, 3)], ids=str)
-def test_no_race_with_nested_values_outputs_and_sizes_met_late(num_devices, policy):
+@pytest.mark.parametrize(("mode", "num_devices"), [(SYNC, 1), (ASYNC, 3), (BOUNDED, 3)], ids=str)
+def test_no_race_with_nested_values_outputs_and_sizes_met_late(num_devices, mode):
     """Outputs and evaluations are not awaited, so that they run beside the steps before and after."""
     log, model = AccessLog(), any_model()
     options = {
         "observer": log,
         "wrap": lambda device: watched(linked(device), log),
-        "stale_layers": 2 if policy is BOUNDED else 0,
+        "stale_layers": 2 if mode is BOUNDED else 0,
     }
-    with toy_engine(PARTITIONS["several"], num_devices, model=model, policy=policy, **options) as engine:
+    with toy_engine(PARTITIONS["several"], num_devices, model=model, mode=mode, **options) as engine:
         for step in range(4):
             engine.forward(any_batches(3, step))
             engine.forward_backward(any_batches(3, step))

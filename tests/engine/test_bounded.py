@@ -24,7 +24,7 @@ STEPS = 4
 
 def test_a_loss_that_is_not_finite_skips_the_whole_step():
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=3)
-    with toy_engine(PARTITIONS["backward coarser"], 2, model=model, policy=BOUNDED, stale_layers=3) as engine:
+    with toy_engine(PARTITIONS["backward coarser"], 2, model=model, mode=BOUNDED, stale_layers=3) as engine:
         train(engine, batches[:2])
         weight = engine.store.bundles[-1].device_weights[0]
         kept = weight.clone()
@@ -46,7 +46,7 @@ def test_a_loss_that_is_not_finite_skips_the_whole_step():
 
 def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
-    store = toy_store(model, policy=BOUNDED)
+    store = toy_store(model, mode=BOUNDED)
     loop = Reference.of(model, store, stale=4)
     [bundle] = [bundle for bundle in store.bundles if bundle.layers == (3,)]
 
@@ -81,7 +81,7 @@ def test_a_layer_whose_gradient_is_not_finite_is_left_out_alone():
 
 
 def test_a_spike_of_the_loss_skips_the_whole_step():
-    store = toy_store(toy_model(), policy=BOUNDED)
+    store = toy_store(toy_model(), mode=BOUNDED)
     store.spikes = SpikeBounds(10.0, window=10)
     for step in range(10):
         store.spikes.record(0.1 + 0.001 * step, 1.0)
@@ -99,7 +99,7 @@ def test_a_spike_of_the_loss_skips_the_whole_step():
 
 def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refused():
     """The first backward stage has landed its gradients and is updated when a lower layer fails."""
-    store, updated = toy_store(toy_model(), policy=BOUNDED), threading.Event()
+    store, updated = toy_store(toy_model(), mode=BOUNDED), threading.Event()
 
     class Noting(Observer):
         def posted(self, token):
@@ -133,7 +133,7 @@ def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refuse
         toy_engine(PARTITIONS["one stage"], 1, store=store)
 
 
-@pytest.mark.parametrize(("policy", "stale_layers", "legal"), [(BOUNDED, 6, "0 to 5"), (SYNC, 1, "0 to 0")])
-def test_more_stale_layers_than_come_before_the_fused_stage_are_refused(policy, stale_layers, legal):
+@pytest.mark.parametrize(("mode", "stale_layers", "legal"), [(BOUNDED, 6, "0 to 5"), (SYNC, 1, "0 to 0")])
+def test_more_stale_layers_than_come_before_the_fused_stage_are_refused(mode, stale_layers, legal):
     with pytest.raises(EngineUsageError, match=f"stale_layers.*{legal}"):
-        toy_engine(PARTITIONS["backward coarser"], 1, policy=policy, stale_layers=stale_layers)
+        toy_engine(PARTITIONS["backward coarser"], 1, mode=mode, stale_layers=stale_layers)

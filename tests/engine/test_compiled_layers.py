@@ -211,7 +211,7 @@ def test_no_layer_is_compiled_during_the_step_of_a_torch_optimizer():
     optimizer = HostOptimizer(lambda named: Slow([p for _, p in named], lr=0.1))
     compiler = LayerCompiler(model, backend)
     first, second = toy_batches(2, micro_batches=2)
-    with host_engine(model, moment_free(model, policy=ASYNC), optimizer, compiler=compiler) as engine:
+    with host_engine(model, moment_free(model, mode=ASYNC), optimizer, compiler=compiler) as engine:
         train_by(engine, [first[1:], second])
     assert disturbed == [False]
 

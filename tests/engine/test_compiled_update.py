@@ -19,9 +19,9 @@ PARTITION = toy.PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 
 
-def trained_state(compiled, policy=SYNC, stale_layers=0):
+def trained_state(compiled, mode=SYNC, stale_layers=0):
     options = {"compile_update": compiled, "stale_layers": stale_layers}
-    with toy_engine(PARTITION, 2, policy=policy, **options) as engine:
+    with toy_engine(PARTITION, 2, mode=mode, **options) as engine:
         train(engine, BATCHES)
     return engine.store.named_views()
 
@@ -39,12 +39,12 @@ def calls(monkeypatch):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("policy", "stale_layers"), [(SYNC, 0), (BOUNDED, 3)], ids=["sync", "bounded"])
-def test_every_segment_of_every_step_is_updated_by_a_kernel(calls, policy, stale_layers):
+@pytest.mark.parametrize(("mode", "stale_layers"), [(SYNC, 0), (BOUNDED, 3)], ids=["sync", "bounded"])
+def test_every_segment_of_every_step_is_updated_by_a_kernel(calls, mode, stale_layers):
     """That the bits are the same is in `test_rows.py`."""
-    plain = trained_state(False, policy=policy, stale_layers=stale_layers)
+    plain = trained_state(False, mode=mode, stale_layers=stale_layers)
     assert calls == []
-    assert_same_state(trained_state(True, policy=policy, stale_layers=stale_layers), plain)
+    assert_same_state(trained_state(True, mode=mode, stale_layers=stale_layers), plain)
     one_step = sorted(part.stop - part.start for bundle in toy_store(toy_model()).trained for part in bundle.segments)
     checks = len(calls) - 4 * len(one_step)
     assert sorted(calls[checks:]) == sorted(one_step * 4)

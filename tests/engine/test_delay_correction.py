@@ -40,10 +40,10 @@ class ScaledAdamW(Optimizer):
 
 def test_a_rule_with_further_fields_than_its_table_predicts_after_a_resume():
     table, model = ScaledTable(), toy_model()
-    store = toy_store(model, policy=ASYNC_PREDICT, optimizer=make_optimizer(table))
+    store = toy_store(model, mode=ASYNC_PREDICT, optimizer=make_optimizer(table))
     with toy_engine(PARTITION, 1, model=model, store=store, optimizer=table) as engine:
         train(engine, toy_batches(3, micro_batches=2))
-    resumed = toy_store(model, policy=ASYNC_PREDICT, optimizer=make_optimizer(table), seed=1)
+    resumed = toy_store(model, mode=ASYNC_PREDICT, optimizer=make_optimizer(table), seed=1)
     for name, view in resumed.named_views().items():
         view.copy_(store.named_views()[name])
     resumed.resume(3, **store.resume_state())
@@ -52,11 +52,11 @@ def test_a_rule_with_further_fields_than_its_table_predicts_after_a_resume():
         assert not torch.equal(found.version(3), found.weight)
 
 
-@pytest.mark.parametrize("policy", [ASYNC, ASYNC_PREDICT], ids=["to none", "from none"])
-def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
+@pytest.mark.parametrize("mode", [ASYNC, ASYNC_PREDICT], ids=["to none", "from none"])
+def test_a_run_may_begin_or_end_to_predict_at_a_resume(mode):
     """The step under way reads the older weights of the checkpoint; the newest follow the new rule."""
-    before = ASYNC if policy.predicts else ASYNC_PREDICT
-    stores = [toy_store(toy_model(), policy=kind) for kind in (before, policy)]
+    before = ASYNC if mode.predicts else ASYNC_PREDICT
+    stores = [toy_store(toy_model(), mode=kind) for kind in (before, mode)]
     with toy_engine(PARTITION, 2, store=stores[0]) as engine:
         train(engine, BATCHES[:4], LR)
     for name, view in stores[1].named_views().items():
@@ -68,4 +68,4 @@ def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
     with toy_engine(PARTITION, 2, store=stores[1]) as engine:
         train(engine, BATCHES[4:], LR)
     predicted = [not torch.equal(b.version(STEPS), b.weight) for b in stores[1].trained]
-    assert predicted == [policy.predicts] * len(predicted)
+    assert predicted == [mode.predicts] * len(predicted)

@@ -47,7 +47,7 @@ def test_a_skipped_step_whose_copy_fails_speaks_of_no_second_try(monkeypatch):
     def fail(store, bundle, step):
         raise PlantedError
 
-    store = toy_store(toy_model(), policy=ASYNC)
+    store = toy_store(toy_model(), mode=ASYNC)
     for device_weights in store.trained[1].device_weights:
         device_weights.fill_(torch.inf)
     monkeypatch.setattr(HostStore, "copy_version", fail)
@@ -56,9 +56,9 @@ def test_a_skipped_step_whose_copy_fails_speaks_of_no_second_try(monkeypatch):
     assert not told.value.store_is_consistent
 
 
-@pytest.mark.parametrize(("policy", "is_skipped"), [(SYNC, False), (SYNC, True), (ASYNC, True)], ids=str)
-def test_readers_that_failed_do_not_stop_an_update(policy, is_skipped):
-    bomb, store = Bomb(("has", UPLOADED), hit=2), toy_store(toy_model(), policy=policy)
+@pytest.mark.parametrize(("mode", "is_skipped"), [(SYNC, False), (SYNC, True), (ASYNC, True)], ids=str)
+def test_readers_that_failed_do_not_stop_an_update(mode, is_skipped):
+    bomb, store = Bomb(("has", UPLOADED), hit=2), toy_store(toy_model(), mode=mode)
     if is_skipped:
         for device_weight in store.bundles[1].device_weights:
             device_weight.fill_(torch.inf)
@@ -66,7 +66,7 @@ def test_readers_that_failed_do_not_stop_an_update(policy, is_skipped):
         train(toy_engine(PARTITION, 2, store=store, **armed(bomb)), BATCHES)
     assert raised.value.__cause__ is bomb.raised
     assert store.is_consistent and store.applied_updates == (0 if is_skipped else 1)
-    if is_skipped and policy is ASYNC:
+    if is_skipped and mode is ASYNC:
         assert all(torch.equal(*bundle.device_weights) for bundle in store.trained)
 
 

@@ -15,10 +15,10 @@ from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 # Faults and skipped steps.
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_gradient_that_is_not_finite_leaves_weights_and_state_as_they_are(policy):
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
+def test_a_gradient_that_is_not_finite_leaves_weights_and_state_as_they_are(mode):
     model, batches = toy_model(), toy_batches(3, micro_batches=2)
-    store, optimizer = moment_free(model, policy=policy), HostOptimizer(MAKERS["adamw"])
+    store, optimizer = moment_free(model, mode=mode), HostOptimizer(MAKERS["adamw"])
     with host_engine(model, store, optimizer) as engine:
         train(engine, batches[:1])
         before = {name: view.clone() for name, view in store.weights().items()}
@@ -76,12 +76,12 @@ def test_a_fault_that_is_overcome_or_comes_before_the_step_leaves_a_whole_update
 
 
 @pytest.mark.parametrize(
-    ("policy", "machines", "words"),
+    ("mode", "machines", "words"),
     [(BOUNDED, 1, "bounded updates"), (ASYNC_PREDICT, 1, "predicted"), (SYNC, 2, "several machines")],
 )
-def test_who_cannot_use_it_says_so(policy, machines, words):
+def test_who_cannot_use_it_says_so(mode, machines, words):
     model = toy_model()
-    store = HostStore(model, policy=policy, ownership=Ownership(0, machines), optimizer=NO_STATE)
+    store = HostStore(model, mode=mode, ownership=Ownership(0, machines), optimizer=NO_STATE)
     with pytest.raises(EngineUsageError, match=words):
         host_engine(model, store, HostOptimizer(MAKERS["sgd"]), max_norm=0.0)
 

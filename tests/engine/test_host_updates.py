@@ -34,11 +34,11 @@ def test_an_optimizer_of_torch_updates_as_in_a_plain_loop(kind):
 # Hyperparameters.
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_scheduler_may_change_them_while_steps_are_under_way(policy):
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
+def test_a_scheduler_may_change_them_while_steps_are_under_way(mode):
     """Every step of the optimizer's thread is late by two steps of the scheduler, as far as two passes allow."""
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
-    store, optimizer = moment_free(model, policy=policy), HostOptimizer(MAKERS["sgd"])
+    store, optimizer = moment_free(model, mode=mode), HostOptimizer(MAKERS["sgd"])
     loop = Reference.of(model, store, MAKERS["sgd"])
     scheduled = threading.Semaphore(0)
 

@@ -86,7 +86,7 @@ def buffers(monkeypatch):
     ],
 )
 def test_close_gives_every_buffer_back(buffers, partition, settings):
-    engine = toy_engine(PARTITIONS[partition], 2, model=toy_model(tied=True), policy=ASYNC, **settings)
+    engine = toy_engine(PARTITIONS[partition], 2, model=toy_model(tied=True), mode=ASYNC, **settings)
     kept = [engine.evaluate(BATCHES[0])]
     for micro_batches in BATCHES:
         kept.append(engine.forward_backward(micro_batches))

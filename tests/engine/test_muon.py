@@ -70,7 +70,7 @@ class DownloadedBytes(Observer):
 def test_a_direction_job_leaves_the_gradients_on_their_way_to_their_own_step():
     """With more devices than stages, a device has computed gradients of the next step before its job."""
     model, watcher = toy_model(), DownloadedBytes()
-    store, partition = muon_store(model, policy=ASYNC), PARTITIONS["one stage"]
+    store, partition = muon_store(model, mode=ASYNC), PARTITIONS["one stage"]
     with muon_engine(model, store, 3, partition, wrap=lambda device: watched(device, watcher)) as engine:
         train(engine, toy_batches(STEPS, micro_batches=2), LR)
     assert len(watcher.by_step) == STEPS and len(set(watcher.by_step.values())) == 1
@@ -87,7 +87,7 @@ def test_a_model_without_matrices_in_blocks_trains_with_adamw_alone():
 
 
 @pytest.mark.parametrize(
-    ("partition", "num_devices", "policy"),
+    ("partition", "num_devices", "mode"),
     [
         ("one stage", 3, ASYNC),
         ("one layer a stage", 1, SYNC),
@@ -95,16 +95,16 @@ def test_a_model_without_matrices_in_blocks_trains_with_adamw_alone():
         ("backward coarser", 2, SYNC),
     ],
 )
-def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(partition, num_devices, policy):
+def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(partition, num_devices, mode):
     model = toy_model()
-    with muon_engine(model, muon_store(model, policy=policy), num_devices, PARTITIONS[partition]) as engine:
+    with muon_engine(model, muon_store(model, mode=mode), num_devices, PARTITIONS[partition]) as engine:
         results = []
         for micro_batches in toy_batches(3, micro_batches=2):
             results.append(engine.forward_backward(micro_batches))
             engine.step(LR)
         for result in results:
             result.update()
-    delay = policy.versions - 1
+    delay = mode.versions - 1
     tasks = [report.task for result in results for report in result.reports()]
     in_slots = [(task.slot, [stage_of(task.stage)]) for task in tasks]
     # Each step has a slot for each device among those that no stage takes.
@@ -116,7 +116,7 @@ def test_engine_and_simulator_give_each_device_the_same_jobs_in_the_same_order(p
             in_slots.append((slot, [("orthogonalise", layer, layer + 1) for layer in landed]))
     in_slots.sort()
     layers = [LayerCost(name, 1.0, 1.0, job_s=float(name in model.names[1:-1])) for name in model.names]
-    tasks = dispatch_tasks(PARTITIONS[partition], Costs(tuple(layers)), num_devices, 2, 1, update=policy.name, steps=3)
+    tasks = dispatch_tasks(PARTITIONS[partition], Costs(tuple(layers)), num_devices, 2, 1, update=mode.name, steps=3)
     for device in range(num_devices):
         simulated = [stage_of(task) for task in tasks if is_first_of_stage(task, device)]
         jobs = [job for slot, jobs in in_slots if slot % num_devices == device for job in jobs]

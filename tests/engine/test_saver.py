@@ -19,18 +19,18 @@ PARTITION = PARTITIONS["backward coarser"]
 KINDS = {
     "sync, partly frozen": {"frozen": (0, 2)},
     "sync, tied, two rounds": {"tied": True, "rounds": 2},
-    "async, predict": {"policy": ASYNC_PREDICT},
-    "async, tied, two rounds, bfloat16": {"policy": ASYNC, "tied": True, "rounds": 2, "dtype": torch.bfloat16},
-    "bounded": {"policy": BOUNDED, "stale_layers": 2},
-    "async, float16, every update skipped": {"policy": ASYNC, "dtype": torch.float16, "poisoned": True},
+    "async, predict": {"mode": ASYNC_PREDICT},
+    "async, tied, two rounds, bfloat16": {"mode": ASYNC, "tied": True, "rounds": 2, "dtype": torch.bfloat16},
+    "bounded": {"mode": BOUNDED, "stale_layers": 2},
+    "async, float16, every update skipped": {"mode": ASYNC, "dtype": torch.float16, "poisoned": True},
 }
 
 
-def build(tied=False, frozen=(), policy=SYNC, dtype=torch.float32, poisoned=False, **settings):
+def build(tied=False, frozen=(), mode=SYNC, dtype=torch.float32, poisoned=False, **settings):
     model = toy_model(tied)
     for layer in frozen:
         model.layers[layer].requires_grad_(False)
-    store = toy_store(model, dtype, policy=policy)
+    store = toy_store(model, dtype, mode=mode)
     if poisoned:
         for device_weight in store.bundles[1].device_weights:
             device_weight.fill_(torch.inf)
@@ -166,8 +166,8 @@ def test_a_fault_before_a_save_is_written_is_an_error_of_that_save_alone(monkeyp
     assert engine.store.step == 2
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(policy, tmp_path):
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
+def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(mode, tmp_path):
     """An update waits in its middle for a save that is stuck, and a device fails. The update must be completed."""
     in_the_middle = threading.Event()
 
@@ -182,7 +182,7 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
         source.raise_if_abandoned()
 
     bomb = Bomb(None)
-    engine, expected = build(policy=policy, **armed(bomb)), build(policy=policy)
+    engine, expected = build(mode=mode, **armed(bomb)), build(mode=mode)
     batches = toy_batches(2, micro_batches=4)
     step(engine, batches[0])
     save = engine.save(stuck)

@@ -136,8 +136,8 @@ def test_a_fault_in_a_later_call_leaves_the_last_whole_update():
     assert store.step == 2
 
 
-@pytest.mark.parametrize(("policy", "bad_call"), [(SYNC, 1), (ASYNC, 0)], ids=str)
-def test_a_call_with_a_loss_that_is_not_finite_skips_the_whole_step(policy, bad_call):
+@pytest.mark.parametrize(("mode", "bad_call"), [(SYNC, 1), (ASYNC, 0)], ids=str)
+def test_a_call_with_a_loss_that_is_not_finite_skips_the_whole_step(mode, bad_call):
     batches = called(toy_batches(2, MICRO_BATCHES))
     bad_tokens = batches[0][bad_call][1].tokens
 
@@ -146,7 +146,7 @@ def test_a_call_with_a_loss_that_is_not_finite_skips_the_whole_step(policy, bad_
         return hidden * torch.nan if is_bad else hidden
 
     model = planted_model(poisoned)
-    store = toy_store(model, policy=policy)
+    store = toy_store(model, mode=mode)
     before = {name: view.clone() for name, view in store.named_views().items()}
     with toy_engine(PARTITION, 2, model=model, store=store, accumulates=True) as engine:
         report = train(engine, batches[:1])[0].update()
@@ -180,7 +180,7 @@ def test_a_pass_is_forgotten_only_once_its_gradients_are_added():
 def test_the_next_step_does_not_wait_for_the_update_before_its_second_call():
     """Otherwise no step of several calls could begin beside the update before it. A save holds that update up here."""
     model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
-    may_read, store = threading.Event(), toy_store(model, policy=ASYNC)
+    may_read, store = threading.Event(), toy_store(model, mode=ASYNC)
 
     def write(source):
         may_read.wait()
@@ -220,7 +220,7 @@ def test_evaluations_between_calls_change_nothing():
     model, batches = toy_model(), called(toy_batches(4, 6), 3)
     states, evaluated = [], []
     for evaluates in (False, True):
-        store, results = toy_store(model, policy=ASYNC), []
+        store, results = toy_store(model, mode=ASYNC), []
         with toy_engine(PARTITION, 2, model=model, store=store, accumulates=True) as engine:
             for calls in batches:
                 for micro_batches in calls:

@@ -26,7 +26,7 @@ TRACED = 1  # counted from 0: the second step
 def train_traced(
     num_devices,
     folder,
-    policy=SYNC,
+    mode=SYNC,
     validates=False,
     kept=(),
     optimizer=OPTIMIZER,
@@ -36,7 +36,7 @@ def train_traced(
 ):
     """The traced step's update waits for a save, which waits until the watcher `held` has seen what it waits for."""
     model = toy_model()
-    store = toy_store(model, policy=policy, optimizer=make_optimizer(optimizer))
+    store = toy_store(model, mode=mode, optimizer=make_optimizer(optimizer))
     devices = [CpuDevice(index) for index in range(num_devices)]
     traces = StepTraces(TraceTable(steps=steps, profiler=profiler), folder, devices, total_steps=len(BATCHES))
     under_way = []
@@ -75,7 +75,7 @@ def spans_in(path):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return {policy: train_traced(2, tmp_path_factory.mktemp("plain"), policy) for policy in (SYNC, ASYNC)}
+    return {mode: train_traced(2, tmp_path_factory.mktemp("plain"), mode) for mode in (SYNC, ASYNC)}
 
 
 def own(spans, kind=None):
@@ -118,10 +118,10 @@ def test_a_trace_holds_every_computation_once_and_those_of_a_device_one_after_th
     assert min(span["start"] for span in own(spans, "update")) >= landed
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(plain, policy):
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
+def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(plain, mode):
     """Weights that went up during the step before, for this one, are this one's."""
-    spans, store = plain[policy]
+    spans, store = plain[mode]
     moved = moved_bytes(spans)
     whole = sum(bundle.numel for bundle in store.bundles) * 4
     head = sum(bundle.numel for bundle in store.layer_bundles(6)) * 4
@@ -138,10 +138,10 @@ def test_a_trace_shows_kept_activations_on_their_way_to_the_host_and_back(plain,
         assert moved[kind] - without[kind] == 9 * 5 * sum(part.nbytes for part in work.keepable)
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(plain, tmp_path, policy):
+@pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
+def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(plain, tmp_path, mode):
     """One span for each block, the deepest first; look-aheads go up and directions come down in two bytes each."""
-    spans, store = train_traced(2, tmp_path, policy, optimizer=OPTIMIZERS["muon"])
+    spans, store = train_traced(2, tmp_path, mode, optimizer=OPTIMIZERS["muon"])
     directions = own(spans, "orthogonalise")
     by_layer = {span["layers"].start: span for span in directions}
     assert len(directions) == len(by_layer)
@@ -150,12 +150,12 @@ def test_a_trace_shows_the_directions_of_muon_on_the_devices_whose_turn_it_is(pl
     assert all(span["pid"] == (first + 5 - layer) % 2 for layer, span in by_layer.items())
     # In sync the jobs follow the step's own tasks; in async as many free slots as devices are in each step's tasks.
     tasks = len(PARTITION.stages())
-    skipped = 2 if policy is ASYNC else 0
+    skipped = 2 if mode is ASYNC else 0
     assert first == ((TRACED + 1) * tasks + TRACED * skipped + (len(PARTITION.forward) if skipped else 0)) % 2
     assert all(span["tid"] == 0 and span["start"] < span["end"] for span in directions)
     segments = [segment for bundle in store.bundles for segment in bundle.segments]
     matrices = sum(segment.numel for segment in segments if segment.direction is not None)
-    moved, without = moved_bytes(spans), moved_bytes(plain[policy][0])
+    moved, without = moved_bytes(spans), moved_bytes(plain[mode][0])
     for kind in ("reload", "gradients"):
         assert moved[kind] - without[kind] == 2 * matrices
     updates = min(span["start"] for span in own(spans, "update"))

@@ -26,7 +26,7 @@ from torchround.planning.update_modes import ASYNC_PREDICT, BOUNDED, SYNC
 def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dtype):
     model, partition = toy_model(tied=True), PARTITIONS["backward coarser"]
     batches, held_out = toy_batches(3, micro_batches=2), toy_batches(1, micro_batches=2, seed=5)[0]
-    store = toy_store(model, dtype, policy=BOUNDED)
+    store = toy_store(model, dtype, mode=BOUNDED)
     with toy_engine(partition, 2, model=model, store=store, stale_layers=3) as engine:
         train(engine, batches)
         device_weights = [bundle.device_weights[0].clone() for bundle in store.bundles]
@@ -38,7 +38,7 @@ def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dt
         assert engine.evaluate(held_out).loss() == between
         weights = {name: view.clone() for name, view in store.weights().items()}
     assert all(map(torch.equal, [bundle.device_weights[0] for bundle in store.bundles], device_weights))
-    other = toy_store(model, dtype, policy=SYNC)
+    other = toy_store(model, dtype, mode=SYNC)
     other.write_weights(weights)
     with toy_engine(partition, 1, model=model, store=other) as engine:
         assert engine.evaluate(held_out).loss() == newest != between
@@ -48,7 +48,7 @@ def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dt
 
 
 def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_true_ones(monkeypatch):
-    store, begin, saved = toy_store(toy_model(), policy=BOUNDED), threading.Event(), {}
+    store, begin, saved = toy_store(toy_model(), mode=BOUNDED), threading.Event(), {}
 
     def write(source):
         assert begin.wait(60)
@@ -74,7 +74,7 @@ def test_a_step_that_is_dropped_before_its_update_leaves_the_newest_weights(rais
     batches, losses = toy_batches(3, micro_batches=2), []
     options = {"num_devices": 2, "stale_layers": 4}
     for drops in (True, False):
-        store = toy_store(toy_model(), policy=BOUNDED)
+        store = toy_store(toy_model(), mode=BOUNDED)
         engine = toy_engine(PARTITIONS["one layer a stage"], store=store, **options)
         with pytest.raises(ValueError, match="dropped") if raises else nullcontext(), engine:
             train(engine, batches[:2])
@@ -99,7 +99,7 @@ def test_an_exception_in_the_block_does_not_change_the_weights_of_an_evaluation_
         return hidden
 
     model = planted_model(waiting)
-    store = toy_store(model, policy=ASYNC_PREDICT)
+    store = toy_store(model, mode=ASYNC_PREDICT)
     with toy_engine(PARTITIONS["one layer a stage"], 1, model=model, store=store) as engine:
         train(engine, toy_batches(2, micro_batches=2))
         with engine.true_device_weights():
@@ -116,7 +116,7 @@ def test_an_exception_in_the_block_does_not_change_the_weights_of_an_evaluation_
 
 def test_a_fault_while_the_true_weights_are_written_leaves_the_predicted_ones_and_no_open_task(monkeypatch):
     model = toy_model()
-    store = toy_store(model, policy=ASYNC_PREDICT)
+    store = toy_store(model, mode=ASYNC_PREDICT)
     with toy_engine(PARTITIONS["one layer a stage"], 2, model=model, store=store) as engine:
         train(engine, toy_batches(2, micro_batches=2))
         predicted = [bundle.version(store.step).clone() for bundle in store.owned]

@@ -48,7 +48,7 @@ nightly = pytest.mark.nightly
 STEPS, MICRO_BATCHES, LAYERS = 3, 4, 7
 BATCHES = toy_batches(STEPS, MICRO_BATCHES)
 [VALIDATION] = toy_batches(1, MICRO_BATCHES, seed=1)
-POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED}
+MODES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED}
 ONE, FINEST, FORWARD, BACKWARD = PARTITIONS
 WHERE = {
     micro_batch.tokens.numpy().tobytes(): (step, index)
@@ -76,7 +76,7 @@ class Fault:
     place: object
     error: type[BaseException] | None
     hit: int = 1
-    policy: str = "sync"
+    mode: str = "sync"
     devices: int = 2
     partition: str = FINEST
     variant: str = "plain"
@@ -91,7 +91,7 @@ class Fault:
         if isinstance(place, tuple):
             place = " ".join(re.sub(r"\W+", " ", str(getattr(part, "words", part))) for part in place)
         error = self.error.__name__ if self.error else "delay"
-        return f"{place}-{error}-{self.hit}-{self.policy}-{self.devices}-{self.kept}".replace(" ", "_")
+        return f"{place}-{error}-{self.hit}-{self.mode}-{self.devices}-{self.kept}".replace(" ", "_")
 
     @property
     def site(self):
@@ -102,18 +102,18 @@ def all_faults(rounds_of_table):
     errors, devices, partitions = itertools.cycle(ERRORS), itertools.cycle((1, 2, 3, 8)), itertools.cycle(PARTITIONS)
     modes = itertools.cycle(
         [
-            *({"policy": "sync"}, {"policy": "async", "kept": "mixed"}, {"policy": "bounded", "stale_layers": 3}),
-            *({"policy": "sync", "rounds": 2, "variant": "tied"}, {"policy": "predict"}),
-            *({"policy": "async", "variant": "frozen", "layerwise": True}, {"policy": "bounded", "variant": "tied"}),
-            *({"policy": "async", "rounds": 2, "kept": "all"}, {"policy": "bounded", "stale_layers": 6}),
-            *({"policy": "sync", "kept": "half"}, {"policy": "bounded", "kept": "all", "stale_layers": 3}),
+            *({"mode": "sync"}, {"mode": "async", "kept": "mixed"}, {"mode": "bounded", "stale_layers": 3}),
+            *({"mode": "sync", "rounds": 2, "variant": "tied"}, {"mode": "predict"}),
+            *({"mode": "async", "variant": "frozen", "layerwise": True}, {"mode": "bounded", "variant": "tied"}),
+            *({"mode": "async", "rounds": 2, "kept": "all"}, {"mode": "bounded", "stale_layers": 6}),
+            *({"mode": "sync", "kept": "half"}, {"mode": "bounded", "kept": "all", "stale_layers": 3}),
         ]
     )
     steps, layers, micro_batches = itertools.cycle((1, 0, 2)), itertools.cycle(range(LAYERS)), itertools.cycle(range(4))
     for late in rounds_of_table:
         for site in (*IN_LAYERS, *IN_DEVICES, *IN_OPTIMIZER):
             fault = Fault(site, next(errors), devices=next(devices), partition=next(partitions), **next(modes))
-            if (fault.policy == "bounded" and fault.partition == ONE) or site in ONCE_A_STAGE:
+            if (fault.mode == "bounded" and fault.partition == ONE) or site in ONCE_A_STAGE:
                 fault = replace(fault, partition=FINEST)
             before_fused = LAYERS - PARTITIONS[fault.partition].fused
             fault = replace(fault, stale_layers=min(fault.stale_layers, before_fused))
@@ -211,19 +211,17 @@ def engine_of(fault, store, bomb, **options):
 
 def store_of(fault, **options):
     optimizer = make_optimizer(toy.OPTIMIZER)
-    return toy_store(
-        armed_model(fault.variant, Bomb(None)), policy=POLICIES[fault.policy], optimizer=optimizer, **options
-    )
+    return toy_store(armed_model(fault.variant, Bomb(None)), mode=MODES[fault.mode], optimizer=optimizer, **options)
 
 
 def whole_state(store):
-    newest = store.trained if store.policy.predicts else ()
+    newest = store.trained if store.mode.predicts else ()
     return copied(store) | {f"newest/{bundle.index}": bundle.version(store.step).clone() for bundle in newest}
 
 
 @cache
-def undisturbed(variant, policy, rounds, stale_layers):
-    alone = Fault(None, None, policy=policy, devices=1, variant=variant, rounds=rounds, stale_layers=stale_layers)
+def undisturbed(variant, mode, rounds, stale_layers):
+    alone = Fault(None, None, mode=mode, devices=1, variant=variant, rounds=rounds, stale_layers=stale_layers)
     store = store_of(alone)
     with engine_of(alone, store, Bomb(None)) as engine:
         states, others, losses = [whole_state(store)], [dict(store.resume_state())], []
@@ -235,7 +233,7 @@ def undisturbed(variant, policy, rounds, stale_layers):
 
 
 def expected(fault):
-    return undisturbed(fault.variant, fault.policy, fault.rounds, fault.stale_layers)
+    return undisturbed(fault.variant, fault.mode, fault.rounds, fault.stale_layers)
 
 
 def run(fault, store, bomb):
@@ -270,7 +268,7 @@ def test_a_fault_is_named_and_training_continues_from_what_it_leaves(fault):
         run(fault, store, bomb)
     assert bomb.raised is not None, f"the bomb has not gone off; instead: {raised.value!r}"
     check_named(fault, bomb, raised.value)
-    if fault.policy != "bounded" and fault.place not in MAY_MIX and not (fault.place == "update_" and fault.stays):
+    if fault.mode != "bounded" and fault.place not in MAY_MIX and not (fault.place == "update_" and fault.stays):
         assert store.is_consistent and store.step in possible_steps(fault)
     elif fault.place in ("an update", "update_") or (fault.place == ("has", UPLOADED) and not fault.stale_layers):
         assert store.is_consistent is not fault.stays  # the second try completes it
@@ -321,7 +319,7 @@ def possible_steps(fault):
         return [2]  # it reads the newest weights
     if fault.site in IN_LAYERS:
         step = fault.place[2]
-        return [step] if fault.policy == "sync" else [max(step - 1, 0), step]
+        return [step] if fault.mode == "sync" else [max(step - 1, 0), step]
     return range(1 if fault.place in ("an update", "update_") else 0, STEPS + 1)
 
 
@@ -329,7 +327,7 @@ def check_continues(fault, store):
     states, others, losses = expected(fault)
     assert engine_threads() == []
     again = replace(fault, devices=fault.devices % 3 + 1, partition=FORWARD, kept="one part" if fault.kept else "")
-    if fault.policy == "bounded":
+    if fault.mode == "bounded":
         again = replace(again, kept="")
     if not store.is_consistent:
         with pytest.raises(EngineUsageError, match="mixes two weight versions"):
@@ -363,7 +361,7 @@ LOST = [
 def test_a_hand_over_that_never_comes_is_a_hang_that_names_it(
     monkeypatch, planted, over, stale_layers, kind, number, words
 ):
-    fault = Fault(None, None, policy="bounded", stale_layers=stale_layers)
+    fault = Fault(None, None, mode="bounded", stale_layers=stale_layers)
     store = store_of(fault)
     with monkeypatch.context() as patch:
         lose(patch, planted, lambda key: kind_of(key) == kind and key.task.step == number)
@@ -374,14 +372,10 @@ def test_a_hand_over_that_never_comes_is_a_hang_that_names_it(
 
 
 @pytest.mark.parametrize(
-    ("policy", "stale_layers", "read"),
-    [
-        ("predict", 0, 0),
-        ("bounded", 4, 5),
-        *(pytest.param(policy, 0, 5, marks=nightly) for policy in ("async", "bounded")),
-    ],
+    ("mode", "stale_layers", "read"),
+    [("predict", 0, 0), ("bounded", 4, 5), *(pytest.param(mode, 0, 5, marks=nightly) for mode in ("async", "bounded"))],
 )
-def test_a_save_that_fails_beside_training_changes_nothing(policy, stale_layers, read):
+def test_a_save_that_fails_beside_training_changes_nothing(mode, stale_layers, read):
     """Delayed copies and updates wait for the save, and continue as soon as it has failed."""
 
     def failing(source):
@@ -389,7 +383,7 @@ def test_a_save_that_fails_beside_training_changes_nothing(policy, stale_layers,
             source.finished_reading(name)
         raise PlantedError("the disk")
 
-    fault = Fault(None, None, policy=policy, devices=3, stale_layers=stale_layers, kept="mixed")
+    fault = Fault(None, None, mode=mode, devices=3, stale_layers=stale_layers, kept="mixed")
     store = store_of(fault)
     with engine_of(fault, store, Bomb(None)) as engine:
         losses = train(engine, BATCHES[:1])
@@ -404,7 +398,7 @@ def test_a_save_that_fails_beside_training_changes_nothing(policy, stale_layers,
 
 def test_predictions_that_are_lost_are_derived_at_a_resume():
     """The fp32 state is whole, so a checkpoint of it is."""
-    fault = Fault(None, None, policy="predict")
+    fault = Fault(None, None, mode="predict")
     store = store_of(fault)
     with engine_of(fault, store, Bomb(None)) as engine:
         train(engine, BATCHES[:2])

@@ -15,16 +15,16 @@ from torchround.planning.update_modes import ASYNC, SYNC
 
 BATCHES = toy_batches(4, micro_batches=3)
 PARTITION = toy.PARTITIONS["one layer a stage"]
-# By default each optimizer with one policy: async with compact state, sync with exact.
+# By default each optimizer with one mode: async with compact state, sync with exact.
 MODES = [
-    pytest.param(name, policy, marks=() if ("compact" in name) == (policy is ASYNC) else pytest.mark.nightly)
+    pytest.param(name, mode, marks=() if ("compact" in name) == (mode is ASYNC) else pytest.mark.nightly)
     for name in OPTIMIZERS
-    for policy in (SYNC, ASYNC)
+    for mode in (SYNC, ASYNC)
 ]
 
 
-def made(name, policy, dtype=torch.bfloat16, **options):
-    return toy_store(toy_model(), dtype, policy=policy, optimizer=make_optimizer(OPTIMIZERS[name]), **options)
+def made(name, mode, dtype=torch.bfloat16, **options):
+    return toy_store(toy_model(), dtype, mode=mode, optimizer=make_optimizer(OPTIMIZERS[name]), **options)
 
 
 def engine_of(name, store, num_devices=2):
@@ -32,8 +32,8 @@ def engine_of(name, store, num_devices=2):
 
 
 @functools.cache
-def undisturbed(name, policy):
-    store = made(name, policy)
+def undisturbed(name, mode):
+    store = made(name, mode)
     states, losses = [copied(store)], []
     with engine_of(name, store, 1) as engine:
         for batch in BATCHES:
@@ -42,17 +42,17 @@ def undisturbed(name, policy):
     return states, losses
 
 
-@pytest.mark.parametrize(("name", "policy"), MODES, ids=str)
+@pytest.mark.parametrize(("name", "mode"), MODES, ids=str)
 @pytest.mark.parametrize("hit", [10, pytest.param(1, marks=pytest.mark.nightly)])
-def test_an_update_that_fails_half_way_is_completed_and_training_continues_from_it(monkeypatch, name, policy, hit):
-    bomb, store = Bomb("commit_", hit=hit), made(name, policy)
+def test_an_update_that_fails_half_way_is_completed_and_training_continues_from_it(monkeypatch, name, mode, hit):
+    bomb, store = Bomb("commit_", hit=hit), made(name, mode)
     with monkeypatch.context() as patch:
         patch.setattr(update_pass, "CHUNK_ELEMENTS", 256)
         before(patch, update_pass, "commit_", bomb)
         with pytest.raises(PipelineError, match="planted") as raised, engine_of(name, store) as engine:
             train(engine, BATCHES)
     assert raised.value.__cause__ is bomb.raised is not None
-    states, losses = undisturbed(name, policy)
+    states, losses = undisturbed(name, mode)
     assert store.is_consistent and store.step == 1
     assert_same_state(copied(store), states[1])
     with engine_of(name, store, 3) as engine:

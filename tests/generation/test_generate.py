@@ -210,7 +210,7 @@ def batches(step):
 def run(partition, num_devices, with_samples):
     llama3 = FAMILIES["llama3"]
     model = llama3.build(llama3.config_from_flavor("debug", num_layers=4, vocab_size=90))
-    store = HostStore(model, torch.float32, policy=ASYNC_PREDICT)
+    store = HostStore(model, torch.float32, mode=ASYNC_PREDICT)
     store.initialize(model, seed=3)
     devices = [CpuDevice(index) for index in range(num_devices)]
     texts, losses = [], []

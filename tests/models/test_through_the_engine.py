@@ -27,7 +27,7 @@ CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the 
 
 
 @pytest.mark.parametrize(
-    ("name", "adapters", "dtype", "policy", "stale", "backward", "chunk"),
+    ("name", "adapters", "dtype", "mode", "stale", "backward", "chunk"),
     [
         ("gpt_oss", (), torch.float32, SYNC, 0, (1, 1, 1), 24),
         ("gpt_oss", ADAPTERS, torch.bfloat16, BOUNDED, 3, (2, 1), 24),
@@ -36,13 +36,13 @@ CUTS = [[[12, 20], [32]], [[32]], [[7, 25]]]  # documents of micro-batches; the 
     ],
 )
 def test_training_of_tied_models_is_bitwise_that_of_a_plain_loop(
-    name, adapters, dtype, policy, stale, backward, chunk, train_as_a_loop, monkeypatch
+    name, adapters, dtype, mode, stale, backward, chunk, train_as_a_loop, monkeypatch
 ):
     """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
     monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)  # micro-batches have up to 64 tokens
     model = decoder(name, "debug", adapters, vocab_size=50, num_layers=2, tied_embeddings=True)
     partition = Partition((1, 2), 1, backward)
-    train_as_a_loop(model, partition, CUTS, steps=3, stale=stale, dtype=dtype, policy=policy)
+    train_as_a_loop(model, partition, CUTS, steps=3, stale=stale, dtype=dtype, mode=mode)
 
 
 CONFIG = TransformerConfig(4, 32, 4, 2, 8, 48, 50, Rope(10000.0), max_positions=64)

@@ -93,7 +93,7 @@ class Delayed(Reference):
 
 def test_an_added_mode_trains_as_the_plain_loop_does(delayed):
     model, batches = toy_model(), toy_batches(6, micro_batches=3)
-    store = toy_store(model, policy=delayed)
+    store = toy_store(model, mode=delayed)
     reference = Delayed.of(model, store, update="async")
     with toy_engine(PARTITIONS["backward coarser"], 2, model=model, store=store) as engine:
         losses = train(engine, batches)

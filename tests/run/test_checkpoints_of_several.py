@@ -71,8 +71,8 @@ def options_of(*overrides):
 
 def machine_store(options, group):
     model = build_model(options, BYTES_VOCABULARY)
-    policy = MODES[options.config.engine.update]
-    return HostStore(model, torch.float32, policy=policy, ownership=Ownership(group.rank, group.size))
+    mode = MODES[options.config.engine.update]
+    return HostStore(model, torch.float32, mode=mode, ownership=Ownership(group.rank, group.size))
 
 
 def checkpoints_of(options, group):

@@ -32,19 +32,19 @@ nightly = pytest.mark.nightly
 adapted_model = partial(small_decoder, "llama3", "debug", ("q_proj", "v_proj"))
 
 
-def trained_store(model, dtype, policy, rank=0, size=1, optimizer=None):
-    store = toy_store(model, dtype, policy=policy, ownership=Ownership(rank, size), optimizer=optimizer)
+def trained_store(model, dtype, mode, rank=0, size=1, optimizer=None):
+    store = toy_store(model, dtype, mode=mode, ownership=Ownership(rank, size), optimizer=optimizer)
     store.step = STEP
     views = {**store.named_views(), **{f"weights/{name}": view for name, view in store.weights().items()}}
     for name, view in views.items():
         drawn = torch.rand(view.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
         view.copy_(drawn if view.is_floating_point() else drawn * 127)  # codes and residuals are integers
-    store.prediction = 1e-3 if policy.predicts else None
+    store.prediction = 1e-3 if mode.predicts else None
     store.resume(STEP, STEP, prediction=store.prediction and {"lr": store.prediction})
     return store
 
 
-# Model, and the dtype, policy and optimizer of its store.
+# Model, and the dtype, mode and optimizer of its store.
 JOINT = {
     "tied, muon, compact": (partial(toy_model, True), torch.float32, ASYNC, "muon compact"),
     "predicting, compact": (toy_model, torch.bfloat16, ASYNC_PREDICT, "adamw compact"),
@@ -56,16 +56,16 @@ BY_DEFAULT = ("tied, muon, compact", "predicting, compact")
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else nightly) for name in JOINT])
 def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again(tmp_path, name):
-    build, dtype, policy, of_saved = JOINT[name]
+    build, dtype, mode, of_saved = JOINT[name]
     optimizer = make_optimizer(OPTIMIZERS[of_saved])
 
     def save(group):
-        store = trained_store(build(), dtype, policy, group.rank, group.size, optimizer)
+        store = trained_store(build(), dtype, mode, group.rank, group.size, optimizer)
         Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), store.resume_state())
 
     def restore(group=None):
         ownership = Ownership(group.rank, group.size) if group else None
-        store = HostStore(build(), dtype, policy=policy, ownership=ownership, optimizer=optimizer)
+        store = HostStore(build(), dtype, mode=mode, ownership=ownership, optimizer=optimizer)
         path = tmp_path / checkpoint_name(STEP)
         loaded = load_checkpoint(path, store.loadable_views(), team=MachineTeam.of(group))
         store.resume(loaded.step, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
@@ -74,7 +74,7 @@ def test_four_machines_save_and_one_two_and_three_hold_the_same_bits_again(tmp_p
         return store
 
     run_machines(4, save)
-    expected = trained_store(build(), dtype, policy, optimizer=optimizer)
+    expected = trained_store(build(), dtype, mode, optimizer=optimizer)
     for stores in ([restore()], run_machines(2, restore), run_machines(3, restore)):
         together = {}
         for store in stores:

@@ -116,7 +116,7 @@ REFUSED = (
     ("optimizer", "torch", "update", "predict", "predicted device weights"),
 )
 
-POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED, "stale": BOUNDED}
+MODES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT, "bounded": BOUNDED, "stale": BOUNDED}
 TABLES = {
     **{name: OPTIMIZERS[name.replace("8", " compact")] for name in ("adamw", "adamw8", "muon", "muon8")},
     # Each setting of Muon that is not the default.
@@ -287,10 +287,7 @@ class Row:
         return TABLES.get(self.optimizer)
 
     def store(self, model, seed=0, **options):
-        options |= {
-            "policy": POLICIES[self.update],
-            "optimizer": make_optimizer(self.table) if self.table else NO_STATE,
-        }
+        options |= {"mode": MODES[self.update], "optimizer": make_optimizer(self.table) if self.table else NO_STATE}
         store = toy_store(model, DTYPES[self.dtype], seed, **options)
         store.spikes = SpikeBounds(*self.spikes)
         store.loss_scaling = LossScaling(self.dtype == "fp16", self.loss_scale)

@@ -71,9 +71,9 @@ class Reference:
 
     @classmethod
     def of(cls, model, store, optimizer=OPTIMIZER, **options):
-        policy = store.policy
-        usual = {"update": "predict" if policy.predicts else policy.name, "dtype": store.dtype}
-        usual |= {"clip": "layer" if policy.name == "bounded" else "global"}
+        mode = store.mode
+        usual = {"update": "predict" if mode.predicts else mode.name, "dtype": store.dtype}
+        usual |= {"clip": "layer" if mode.name == "bounded" else "global"}
         return cls(model, store.weights(), optimizer, **usual | options)
 
     def train(self, batches, lr=1e-2):

@@ -84,7 +84,7 @@ class ShortRun:
     partition: str = "forward coarser"
     workers: int = 1
     devices: int = 1
-    policy: UpdateMode = SYNC
+    mode: UpdateMode = SYNC
     tied: bool = False
     dtype: torch.dtype = torch.float32
     steps: int = 2
@@ -137,7 +137,7 @@ def execute(run, make=AcceleratorDevice):
     """Train on the simulated accelerator. Only weights and moments count as state."""
     model = run.build()
     table = OPTIMIZERS[run.optimizer]
-    store = toy_store(model, run.dtype, policy=run.policy, pinned=True, optimizer=make_optimizer(table))
+    store = toy_store(model, run.dtype, mode=run.mode, pinned=True, optimizer=make_optimizer(table))
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     partition, results = PARTITIONS[run.partition], []
     with pytest.MonkeyPatch.context() as patched:
@@ -163,7 +163,7 @@ def execute(run, make=AcceleratorDevice):
 def reference(run):
     """Train by the reference loop on the first simulated device: one stream, one thread, no engine."""
     model = run.build()
-    store = toy_store(model, run.dtype, policy=run.policy)
+    store = toy_store(model, run.dtype, mode=run.mode)
     options = {"rounds": run.rounds, "stale": run.stale_layers, "device": "simulated"}
     loop = Reference.of(model, store, OPTIMIZERS[run.optimizer], **options)
     [held_out] = toy_batches(1, run.micro_batches, seed=1)

@@ -168,7 +168,7 @@ def toy_engine(
     model=None,
     store=None,
     dtype=torch.float32,
-    policy=SYNC,
+    mode=SYNC,
     observer=None,
     wrap=lambda device: device,
     machines=None,
@@ -176,9 +176,9 @@ def toy_engine(
     **settings,
 ):
     model = model or toy_model()
-    store = store or toy_store(model, dtype, policy=policy)
+    store = store or toy_store(model, dtype, mode=mode)
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
-    if store.policy is BOUNDED:
+    if store.mode is BOUNDED:
         settings = {"clip": "layer", **settings}
     settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 300.0, **settings})
     return Engine(

@@ -36,6 +36,8 @@ FILES_PER_MACHINE = 100_000
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 UNFINISHED, DELETED, REPLACED = SUFFIXES = ".tmp", ".trash", ".replaced"
+"""Each begins with a dot, which ends the digits of a step: `step-1` with a suffix `0` would be the name of step 10."""
+assert all(suffix.startswith(".") for suffix in SUFFIXES), f"one of {SUFFIXES} begins with no dot"
 
 
 def checkpoint_name(step: int, suffix: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The commands that users start, and how each is started. They alone know the model families.
+"""The commands that users start, how each is started, and how it ends. They alone know the model families.
 
 `torchround COMMAND ..` is installed with the package; `train.py` and `scripts/` in a clone start the same commands.
 """
@@ -10,10 +10,13 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
+
+from torchround.untrusted.terminal import escape_unprintable
 
 # Name on the command line: module, seen from this room, and what the command does. A module has a `main(arguments)` that
 # returns the exit code.
@@ -100,6 +103,31 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
                 stream.flush()
         os._exit(code or 0)
     sys.exit(code)
+
+
+def end_with_message(
+    work: Callable[[], int], mistakes: tuple[type[Exception], ...], faults: tuple[type[Exception], ...] = ()
+) -> int:
+    """Do the work of a command. Returns its exit code: 2 after one of `mistakes`, 1 after one of `faults`, each one message."""
+    try:
+        return work()
+    except mistakes as error:
+        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
+        return 2
+    except faults as error:
+        # Imported here, so that `torchround --help` need not load them.
+        from torchround.engine.errors import PipelineError
+        from torchround.machines.group import MachineError
+
+        # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
+        # An error on another machine has no traceback here.
+        if isinstance(error, PipelineError) and not isinstance(error.__cause__, MachineError | None):
+            traceback.print_exception(error.__cause__)
+        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _has_no_reader(descriptor: int) -> bool:

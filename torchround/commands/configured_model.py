@@ -1,10 +1,7 @@
 """The model that a config asks for, and its weights in a Hugging Face folder or a checkpoint, for every command."""
 
 import logging
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,12 @@ from torchround.checkpoint.folders import STATE_FILE
 from torchround.checkpoint.manifest import read_manifest
 from torchround.config import MODEL_FOLDER, ConfigError, LoraTable, Options, show, users_module
 from torchround.data import MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
-from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import RESIDUAL, WEIGHTS
 from torchround.hf import HFError, PretrainedWeights, quantisation, quantised_advice, read_adapters
 from torchround.hf.packed import format_of, read_numbers
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles, read_folder, read_header, read_object
 from torchround.layer import FileTensor, HFNames, LayeredModel, names_in
-from torchround.machines.group import MachineError
 from torchround.models import (
     FAMILIES,
     OWN_FAMILIES,
@@ -41,7 +37,6 @@ from torchround.planning.partition import PlanError
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.numbers import DTYPES
 from torchround.run.run_folder import RunError
-from torchround.untrusted.terminal import escape_unprintable
 
 logger = logging.getLogger(__name__)
 
@@ -53,27 +48,6 @@ MISTAKES = (
     *(InfeasiblePlanError, PlanError, RunError, UnknownPeakError),
 )
 """Errors of the user in what a config asks for. A command ends with exit code 2 and the message."""
-
-
-def end_with_message(
-    work: Callable[[], int], mistakes: tuple[type[Exception], ...], faults: tuple[type[Exception], ...] = ()
-) -> int:
-    """Do the work of a command. Returns its exit code: 2 after one of `mistakes`, 1 after one of `faults`, each one message."""
-    try:
-        return work()
-    except mistakes as error:
-        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
-        return 2
-    except faults as error:
-        # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
-        # An error on another machine has no traceback here.
-        if isinstance(error, PipelineError) and not isinstance(error.__cause__, MachineError | None):
-            traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
 
 
 Mapped = Mapping[str, Sequence[FileTensor]]

@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from torchround.accelerators import present_kind
-from torchround.commands import new_parser
-from torchround.commands.configured_model import MISTAKES, end_with_message
+from torchround.commands import end_with_message, new_parser
+from torchround.commands.configured_model import MISTAKES
 from torchround.commands.plan_run import configured_question
 from torchround.config import EngineTable, parse_command_line
 from torchround.engine.errors import EngineError

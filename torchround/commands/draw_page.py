@@ -8,8 +8,7 @@ each run has a colour, and the table switches runs off and on.
 
 from pathlib import Path
 
-from torchround.commands import new_parser
-from torchround.commands.configured_model import end_with_message
+from torchround.commands import end_with_message, new_parser
 from torchround.observe.run_page import PAGE_FILE, write_page
 from torchround.untrusted.terminal import say
 

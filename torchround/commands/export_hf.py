@@ -30,8 +30,8 @@ import torch
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.folders import STATE_FILE, make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.commands import new_parser
-from torchround.commands.configured_model import MISTAKES, SavedModel, end_with_message, open_saved_model
+from torchround.commands import end_with_message, new_parser
+from torchround.commands.configured_model import MISTAKES, SavedModel, open_saved_model
 from torchround.commands.generation_files import GENERATION_FILE, write_generation, write_json
 from torchround.config import Config, Options, load_config, show
 from torchround.config.load import parse_overrides, with_overrides

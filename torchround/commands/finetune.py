@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from torchround.accelerators import deterministic_operations, present_kind
-from torchround.commands import new_parser, positive_integer
-from torchround.commands.configured_model import end_with_message, find_tokenizer, model_config, with_family
+from torchround.commands import end_with_message, new_parser, positive_integer
+from torchround.commands.configured_model import find_tokenizer, model_config, with_family
 from torchround.commands.plan_run import configured_question
 from torchround.commands.train_model import FAULTS, MISTAKES, build_parts, export_result, train_parts
 from torchround.config import Options, SourceTable, show
@@ -204,15 +204,15 @@ def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -
         raise  # it names its file
     except DataError as error:
         raise config_error("", "DATA", str(error)) from error
-    if "training.steps" in overrides:
-        given.steps = options.config.training.steps
-    choices += _choices_of(given, options, lengths, min(MOST_TOKENS, shape.known_positions))
+    steps = options.config.training.steps if "training.steps" in overrides else given.steps
+    most_tokens = min(MOST_TOKENS, shape.known_positions)
+    choices += _choices_of(steps, given.lora, options, lengths, most_tokens)
     choices = _with_overrides(choices, overrides)
     return [*choices, *_micro_batch(options_of(choices))]
 
 
 def _choices_of(
-    given: argparse.Namespace, options: Options, lengths: Lengths, most_tokens: int
+    given_steps: int | None, rank: int | None, options: Options, lengths: Lengths, most_tokens: int
 ) -> Iterator[Choice]:
     """Yield the settings of training that the data and the command line decide."""
     training, data = options.config.training, options.config.data
@@ -227,12 +227,12 @@ def _choices_of(
     yield Choice("training.seq_len", seq_len, why)
     sequences = max(1.0, lengths.tokens / seq_len)
     epochs = 3 if sequences < 5000 else 1
-    total = 16 * given.steps if given.steps else epochs * sequences
+    total = 16 * given_steps if given_steps else epochs * sequences
     batch = next((size for size in (16, 8, 4, 2) if total >= FEW_STEPS * size), 1)
     yield Choice("training.global_batch_size", batch, f"so that steps are many enough: {documents}")
-    steps = given.steps or max(1, int(total / batch))
-    if given.steps:
-        yield Choice("training.steps", given.steps, "given on the command line")
+    steps = given_steps or max(1, int(total / batch))
+    if given_steps:
+        yield Choice("training.steps", given_steps, "given on the command line")
     else:
         yield Choice("data.epochs", epochs, f"about {steps:,} steps")
     if warmup := steps // 20:
@@ -245,12 +245,12 @@ def _choices_of(
         yield Choice(
             "training.dtype", "float32", "this machine has no accelerator, and its processor is faster so"
         )
-    rate, kind = (2e-4, "adapters") if given.lora else (1e-5, "all weights")
+    rate, kind = (2e-4, "adapters") if rank else (1e-5, "all weights")
     yield Choice("optimizer.lr", rate, f"usual for {kind}")
-    if given.lora:
-        yield Choice("lora.rank", given.lora, "adapters on the projections of attention")
-        yield Choice("lora.alpha", float(given.lora), "as the rank: the adapters' output has a scale of 1")
-    merged = "; the adapters are merged in, and written apart too" if given.lora else ""
+    if rank:
+        yield Choice("lora.rank", rank, "adapters on the projections of attention")
+        yield Choice("lora.alpha", float(rank), "as the rank: the adapters' output has a scale of 1")
+    merged = "; the adapters are merged in, and written apart too" if rank else ""
     yield Choice("checkpoint.export", "weights", f"a Hugging Face folder at the end{merged}")
 
 

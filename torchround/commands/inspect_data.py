@@ -13,8 +13,8 @@ from itertools import groupby
 
 import torch
 
-from torchround.commands import new_parser, positive_integer
-from torchround.commands.configured_model import MISTAKES, end_with_message, find_tokenizer, model_config
+from torchround.commands import end_with_message, new_parser, positive_integer
+from torchround.commands.configured_model import MISTAKES, find_tokenizer, model_config
 from torchround.config import Config, parse_command_line
 from torchround.data import DataError, Loader, Tokenizer, num_tokens
 from torchround.data.loader import packs_whole_documents

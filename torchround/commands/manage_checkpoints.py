@@ -16,8 +16,7 @@ from pathlib import Path
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
 from torchround.checkpoint.folders import MANIFEST_FILE, RUN_SUBFOLDER, is_checkpoint_name
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.commands import CommandError, new_parser
-from torchround.commands.configured_model import end_with_message
+from torchround.commands import CommandError, end_with_message, new_parser
 from torchround.planning.memory import size_text
 from torchround.planning.plan import text_table
 from torchround.run.validation import best_of, kept_losses

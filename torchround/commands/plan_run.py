@@ -12,8 +12,8 @@ from functools import partial
 from itertools import islice
 
 from torchround.accelerators import deterministic_operations
-from torchround.commands import new_parser
-from torchround.commands.configured_model import MISTAKES, build_model, end_with_message, find_weights
+from torchround.commands import end_with_message, new_parser
+from torchround.commands.configured_model import MISTAKES, build_model, find_weights
 from torchround.config import Config, MachinesTable, Options, parse_command_line, show
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes

@@ -22,10 +22,9 @@ from torchround.checkpoint import (
     MachineTeam,
     checkpoint_name,
 )
-from torchround.commands import configured_model
+from torchround.commands import configured_model, end_with_message
 from torchround.commands.configured_model import (
     build_model,
-    end_with_message,
     find_tokenizer,
     find_weights,
     model_config,

@@ -23,12 +23,11 @@ import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.checkpoint.folders import RUN_SUBFOLDER
-from torchround.commands import new_parser, positive_integer
+from torchround.commands import end_with_message, new_parser, positive_integer
 from torchround.commands.configured_model import (
     MISTAKES,
     Mapped,
     build_model,
-    end_with_message,
     family_of,
     find_tokenizer,
     find_weights,

@@ -178,19 +178,16 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise config_error(COMMAND_LINE, "", f"unexpected argument {flag}; {legal}{hint}")
         if not has_value:
             raise config_error(COMMAND_LINE, key, f"no value; write {flag} VALUE")
-        yield key, _parse_value(key, value)
-
-
-def _parse_value(key: str, text: str) -> Any:
-    """Read the text as a TOML value, otherwise as a string. Broken arrays, tables and quoted strings are refused."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError) as error:
-        if text.lstrip().startswith(("[", "{", '"', "'")):
-            raise config_error(COMMAND_LINE, key, f"given {text}, which is not valid TOML: {error}") from None
-        return text
-    # A line break in the text could add keys beside the value, or even a table.
-    return parsed["value"] if parsed.keys() == {"value"} else text
+        parsed: dict[str, Any] = {}
+        try:
+            parsed = tomllib.loads(f"value = {value}")
+        except (ValueError, RecursionError) as error:
+            if value.lstrip().startswith(("[", "{", '"', "'")):  # a broken array, table or quoted string
+                raise config_error(
+                    COMMAND_LINE, key, f"given {value}, which is not valid TOML: {error}"
+                ) from None
+        # A line break in the text could add keys beside the value, or even a table.
+        yield key, parsed["value"] if parsed.keys() == {"value"} else value
 
 
 def _apply_override(raw: RawConfig, key: str, value: Any) -> None:

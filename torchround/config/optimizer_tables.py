@@ -68,7 +68,6 @@ class MuonTable(OptimizerTable):
 
 
 def optimizer_tables() -> dict[str, type[OptimizerTable]]:
-    """Return the table of each `optimizer.name`: every subclass, by the name that it has as its default."""
     return {table.model_fields["name"].default: table for table in OptimizerTable.__subclasses__()}
 
 

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -77,37 +78,31 @@ def validate(raw: RawConfig) -> Config:
     if config.training.steps is None and config.data.epochs is None:
         config = config.with_steps(1000)
     # Only values of the right types can be compared with each other.
-    conflicts = [_conflict(raw, config, keys.split(), legal) for keys, legal in _conflicts(config)]
+    conflicts, tables = [], config.model_dump(exclude_none=True)
+    for named, legal in _conflicts(config):
+        keys = named.split()
+        values = [tables[table].get(key) for table, _, key in (key.partition(".") for key in keys)]
+        shown = " and ".join("nothing" if value in (None, ()) else show(value) for value in values)
+        # A key at its default has no source. A dict keeps each source once, in the order of the keys.
+        sources = {raw.source_of(key): None for key in keys if key in raw.sources}
+        source = " and ".join(sources) or raw.main_source
+        conflicts.append(f"{source}: {', '.join(keys)}: given {shown}; legal: {legal}")
     if conflicts:
         raise ConfigError(conflicts)
     return config
 
 
 def _without_gone_keys(raw: RawConfig) -> dict[str, Any]:
-    tables = dict(raw.tables)
+    tables = deepcopy(raw.tables)
     for name, default in GONE_KEYS.items():
         *path, key = name.split(".")
         holder: Any = tables
         for table in path:
-            if not isinstance(holder.get(table), dict):
-                break
-            holder[table] = dict(holder[table])
-            holder = holder[table]
-        else:
-            if key in holder and (value := holder.pop(key)) != default:
-                text = "%s: %s is no longer a key; its value %s is not used"
-                logger.warning(text, raw.source_of(name), name, show(value))
+            holder = holder.get(table) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and key in holder and (value := holder.pop(key)) != default:
+            text = "%s: %s is no longer a key; its value %s is not used"
+            logger.warning(text, raw.source_of(name), name, show(value))
     return tables
-
-
-def _conflict(raw: RawConfig, config: Config, keys: list[str], legal: str) -> str:
-    # A key at its default has no source. A dict keeps each source once, in the order of the keys.
-    sources = {raw.source_of(key): None for key in keys if key in raw.sources}
-    tables = config.model_dump(exclude_none=True)
-    values = [tables[table].get(key) for table, _, key in (key.partition(".") for key in keys)]
-    shown = " and ".join("nothing" if value in (None, ()) else show(value) for value in values)
-    source = " and ".join(sources) or raw.main_source
-    return f"{source}: {', '.join(keys)}: given {shown}; legal: {legal}"
 
 
 def _mistakes(raw: RawConfig, given: dict[str, Any], error: ValidationError) -> Iterator[str]:
@@ -144,27 +139,22 @@ def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
     if kind == "missing":
         return "missing"
     if kind == "extra_forbidden":
-        return _unknown(raw, key, given)
+        (outer, _, name), tables = key.rpartition("."), all_keys()
+        known = tables.get(outer, tuple(tables))
+        if outer == "optimizer":
+            known = tuple(table_for(raw.tables["optimizer"]).model_fields)
+        elif outer not in ("", *tables):
+            known = tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
+        elsewhere = [f"{other}.{name}" for other, keys in tables.items() if name in keys and other != outer]
+        hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else nearest(name, known)
+        what = "key, " if outer else "table, " if isinstance(given, dict) else "key outside of a table, "
+        where = f" in {outer}" if outer else ""
+        return f"unknown {what}given {show(given)}; legal{where}: {', '.join(known)}{hint}"
     texts = [re.sub(r"a valid dictionary or instance of \w+", "a table", details["msg"]) for details in same]
     first, *others = dict.fromkeys(texts)
     text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     hint = nearest(given, re.findall("'(.*?)'", text)) if isinstance(given, str) else ""
     return f"given {show(given)}; {text[0].lower()}{text[1:]}{hint}"
-
-
-def _unknown(raw: RawConfig, key: str, given: Any) -> str:
-    outer, _, name = key.rpartition(".")
-    tables = all_keys()
-    known = tables.get(outer, tuple(tables))
-    if outer == "optimizer":
-        known = tuple(table_for(raw.tables["optimizer"]).model_fields)
-    elif outer not in ("", *tables):
-        known = tuple(INNER_TABLES[outer.partition("[")[0]].model_fields)
-    elsewhere = [f"{other}.{name}" for other, keys in tables.items() if name in keys and other != outer]
-    hint = f"; nearest: {', '.join(elsewhere)}" if elsewhere else nearest(name, known)
-    what = "key, " if outer else "table, " if isinstance(given, dict) else "key outside of a table, "
-    where = f" in {outer}" if outer else ""
-    return f"unknown {what}given {show(given)}; legal{where}: {', '.join(known)}{hint}"
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:

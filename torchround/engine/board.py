@@ -11,6 +11,8 @@ waits for, as it told `Board.waits`. All waits end, and the call in progress rai
     a machine that lives and sends nothing       `Watchdog`: the thread of that peer waits
     a machine that is gone                       `Liveness` (`machines/`) after `machines.timeout_s`; its error comes to `Board.fail`
     a compiler                                   nothing: while one works, the watchdog does not count (docs/faults.md)
+
+A save or a reader that hangs is noticed once everything else waits for it: as long as steps go by, something moves.
 """
 
 import sys
@@ -29,7 +31,6 @@ from torchround.engine.device import Device, Event, Stream
 from torchround.engine.errors import FaultLocation, HangError, PipelineError, Stopped
 
 if TYPE_CHECKING:
-    from torchround.engine.tasks import Access
     from torchround.engine.worker.device_worker import DeviceWorker
 
 T = TypeVar("T")
@@ -341,11 +342,6 @@ class Watchdog:
         # No count of moves is negative, so the first look finds movement and begins to count afresh.
         self._last_moves = -1
         self._board.wait_for(flag, words or flag, self._look, self._timeout_s / LOOKS)
-
-    def wait_for_access(self, access: "Access") -> None:
-        self.wait_for(access)
-        if access.event is not None:
-            self.synchronize(access.event, access)
 
     def synchronize(self, event: Event, words: object) -> None:
         """Wait until a device has done what `words` name. Raises `Stopped` after a hang, or if the device has failed."""

@@ -7,7 +7,7 @@ that they had not taken before. `planning/host_buffers.py` counts for the worst 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 
@@ -162,7 +162,7 @@ class BufferReservation:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
             before, this = this, replace(this, step=this.step + (not self._accumulates))
         # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
-        newest = self.store.policy.version_read(this.step) if this.training else this.step
+        newest = self.store.mode.version_read(this.step) if this.training else this.step
         overlaps = not before.training or newest - (self.store.stale_layers > 0) <= before.step
         # Steps of a run have few shapes, so this is a look-up for most passes.
         key = this, before, overlaps, self._values.measured
@@ -170,24 +170,22 @@ class BufferReservation:
             return False
         # Stages of frozen layers at the start read no weights that are ever updated.
         may_begin = takewhile(lambda stage: overlaps or stage.stop <= self._frozen_layers, this.stages)
-        self.pool.reserve(self._needed(before, replace(this, ahead=len(list(may_begin)))))
-        self._reserved.add(key)
-        return True
-
-    def _needed(self, before: PassShape, this: PassShape) -> Mapping[int, int]:
-        """Count buffers by size, in whole pages: two boundaries of about a size can use one buffer in turn."""
+        passes = before, replace(this, ahead=len(list(may_begin)))
+        # In whole pages: two boundaries of about a size can use one buffer in turn.
         needed = most_buffers(
-            (before, this),
+            passes,
             self._num_devices,
             lambda cut, shape: whole_pages(self._values.boundary(cut, shape)),
             lambda layer, shape: whole_pages(self._values.kept(layer, shape)),
         )
         # All integers, losses and outputs of a pass are on the host at once.
-        for held in (before, this):
+        for held in passes:
             needed.update(held.integer_bytes)
             needed[LOSS_BYTES] += len(held.shapes)
             if held.gives_outputs:
                 outputs = (self._values.boundary(self._values.num_layers, shape) for shape in held.shapes)
                 needed.update(map(whole_pages, outputs))
         del needed[0]
-        return needed + self._always
+        self.pool.reserve(needed + self._always)
+        self._reserved.add(key)
+        return True

@@ -407,14 +407,7 @@ def _structure(layer: nn.Module) -> object:
     modules = []
     for path, module in layer.named_modules():
         settings = [
-            (
-                name,
-                id(value)
-                if isinstance(value, Tensor) or type(value).__hash__ is None
-                else _comparable(value),
-            )
-            for name, value in sorted(vars(module).items())
-            if name not in own
+            (name, _comparable(value)) for name, value in sorted(vars(module).items()) if name not in own
         ]
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         modules.append((path, type(module), settings, hooks, module.training))
@@ -426,7 +419,9 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _comparable(value: object) -> object:
-    """Return what equal functions with arguments have in common: each of them is equal to itself alone."""
-    if not isinstance(value, functools.partial):
-        return value
-    return value.func, value.args, tuple(sorted(value.keywords.items()))
+    """Describe a setting. What cannot be compared is equal to itself alone, as would be a function with arguments."""
+    if isinstance(value, Tensor) or type(value).__hash__ is None:
+        return id(value)
+    if isinstance(value, functools.partial):
+        return value.func, value.args, tuple(sorted(value.keywords.items()))
+    return value

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,14 +50,6 @@ class Stream(Enum):
 UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD)
 
 
-class Event(Protocol):
-    """A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both."""
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-
 class Mark:
     """A point in a stream whose time can be read: that of `event`, or the host's now for a point that is passed already."""
 
@@ -82,6 +74,8 @@ class Mark:
         return earlier.event.elapsed_time(self.event) / 1000.0
 
 
+# A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both.
+Event = torch.Event | Mark
 # The point after work of the host itself, or of a device that runs everything at once.
 PASSED = Mark()
 

@@ -157,9 +157,7 @@ class Engine:
                 tasks = step_tasks(self.partition, num_batches, num_rounds, num_devices, slot)
                 tasks = self._program.make_way(tasks)
             pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
-            end = self._program.training_pass(pass_, tasks)
-            self._program.hand_out()
-            return self._track(pass_, tasks, end)
+            return self._begin(pass_, tasks, self._program.training_pass(pass_, tasks))
 
     def step(self, lr: float | None = None) -> None:
         """Hand the update with the gradients of `forward_backward` to the optimizer worker. Does not wait.
@@ -197,8 +195,7 @@ class Engine:
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), num_devices, slot, stages)
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._program.evaluation(pass_, tasks)
-            self._program.hand_out()
-            return self._track(pass_, tasks)
+            return self._begin(pass_, tasks)
 
     def save(self, write: Callable[[Save[T]], T]) -> Save[T]:
         """Save the store as it is after the last dispatched step: calls `write` on the saver's thread. Does not wait.
@@ -219,7 +216,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._call():
-            self._program.release_sums()  # of a call without its `step`: other machines may wait to send parts
+            self._program.hand_out_sums()  # of a call without its `step`: other machines may wait to send parts
             self._program.hand_out(with_deferred=True)
             for result in self._under_way:
                 result.wait()
@@ -258,7 +255,7 @@ class Engine:
         with self._call():
             task = self._program.rewrite()
             for access in task.accesses:
-                access.begin(self._board, self._watchdog.wait_for_access)
+                access.begin(self._board, lambda earlier: earlier.wait(self._watchdog))
             return task
 
     def _end_rewrite(self, task: Task, shares: bool = True) -> None:
@@ -289,7 +286,7 @@ class Engine:
             self.close()
             return
         # After a stop no gradient comes, so an update layer by layer would end between two versions.
-        if self.store.policy.updates_by_layer and issubclass(kind, Exception):
+        if self.store.mode.updates_by_layer and issubclass(kind, Exception):
             with suppress(EngineError):  # the caller gets its own exception
                 self.drain()
         self._stop()
@@ -356,19 +353,19 @@ class Engine:
         for task in tasks:
             for m in task.micro_batches:
                 devices[m].add(task.device)
-        on_host = [self._copied(*each) for each in zip(batches, packings, map(len, devices), strict=True)]
+        on_host = []
+        for batch, packing, readers in zip(batches, packings, devices, strict=True):
+            buffer = self.pool.take(packing.nbytes)
+            for event in buffer.busy:
+                self._watchdog.synchronize(event, "what reads a host buffer that a micro-batch needs")
+            self._board.observer.touched(reads=(), writes=[buffer.memory])
+            fill(packing.views(buffer.memory), batch.tensors())
+            on_host.append(HostTensors(buffer, packing, PASSED, len(readers), batch.rebuild()))
         self._num_passes += 1
         return Pass(self._num_passes - 1, shape, self.store, num_labels, on_host, share, self._updated)
 
-    def _copied(self, micro_batch: Batch, packing: Packing, readers: int) -> HostTensors:
-        buffer = self.pool.take(packing.nbytes)
-        for event in buffer.busy:
-            self._watchdog.synchronize(event, "what reads a host buffer that a micro-batch needs")
-        self._board.observer.touched(reads=(), writes=[buffer.memory])
-        fill(packing.views(buffer.memory), micro_batch.tensors())
-        return HostTensors(buffer, packing, PASSED, readers, micro_batch.rebuild())
-
-    def _track(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
+    def _begin(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
+        self._program.hand_out()
         self._under_way.append(StepResult(pass_, tasks, self.pool, self._wait_for, end))
         return self._under_way[-1]
 
@@ -379,7 +376,7 @@ class Engine:
                 updated = flag.numbers[0] if isinstance(flag, Value) and flag.kind == UPDATED else -1
                 if updated >= self._program.next_step:
                     raise EngineUsageError("update() needs the step() that makes it")
-                self._program.release_sums()
+                self._program.hand_out_sums()
                 self._program.hand_out(with_deferred=self._program.defers(updated))
             self._watchdog.wait_for(flag, words)
             if isinstance(flag, Value) and isinstance(flag.content, HostTensors):
@@ -444,7 +441,7 @@ class Engine:
             self.store.is_consistent = True
         self.pool.close()
         # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.
-        forget_variables(failure, seen=set())
+        forget_variables(failure)
 
     def _stop_at_exit(self, process: int) -> None:
         """End an engine that the program did not close: Python would end its threads inside C++, which aborts."""
@@ -469,14 +466,14 @@ class Engine:
         return {thread.name for thread in ours if thread.is_alive()}
 
 
-def forget_variables(error: BaseException | None, seen: set[int]) -> None:
+def forget_variables(error: BaseException | None) -> None:
     """Clear the local variables of all frames that an error and its causes have left. Lines and names stay."""
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    traceback.clear_frames(error.__traceback__)  # passes over frames that are still running
-    for earlier in (error.__cause__, error.__context__):
-        forget_variables(earlier, seen)
+    left, seen = [error], set[int]()
+    while left:
+        if (error := left.pop()) is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)  # passes over frames that are still running
+            left += [error.__cause__, error.__context__]
 
 
 def choose_kernels() -> None:

@@ -127,18 +127,17 @@ class StepExchange:
             return own
         share, what = pass_.share, f"the losses of step {pass_.step}"
         assert share is not None, f"step {pass_.step} was dispatched without a share"
-        [gathered] = self._gather([dict(zip(share.micro_batches, own, strict=True))], what)
+        [gathered] = self.gather([dict(zip(share.micro_batches, own, strict=True))], what)
         sums = [gathered[index] for index in range(share.total_micro_batches)]
         self._board.post(pass_.sums, sums)
         return sums
 
-    def all_squares(self, step: int, own: Sequence[dict[int, float]]) -> Sequence[dict[int, float]]:
-        return own if self._group is None else self._gather(own, f"the norms of step {step}")
-
-    def _gather(self, own: Sequence[dict[int, float]], what: str) -> list[dict[int, float]]:
+    def gather(self, own: Sequence[dict[int, float]], what: str) -> Sequence[dict[int, float]]:
         """Gather the numbers of all machines, as exact doubles."""
+        if self._group is None:
+            return own
         with self._waits(f"{what} from all machines", is_update=True):
-            gathered = self._machines.channel("steps").gather([sorted(each.items()) for each in own], what)
+            gathered = self._group.channel("steps").gather([sorted(each.items()) for each in own], what)
         return [dict(chain(*alike)) for alike in zip(*gathered, strict=True)]
 
     # Weights.
@@ -190,7 +189,7 @@ class StepExchange:
         self._board.fail(self.located(error) or PipelineError.of(error, location))
 
     def located(self, error: BaseException) -> PipelineError | None:
-        """Return the fault of another machine as the engine's, None for any other error."""
+        """Make the engine's fault of another machine's, None of any other error."""
         if not isinstance(error, MachineError):
             return None
         machine = "several machines" if error.machine is None else self._name(error.machine)

@@ -95,7 +95,7 @@ class Pass:
         self.num_labels = num_labels
         self.micro_batches = micro_batches
         self.share = share
-        self.version = store.policy.version_read(self.step) if self.training else self.step
+        self.version = store.mode.version_read(self.step) if self.training else self.step
         loss_scale = store.loss_scaling.scale_of(self.step) if self.training else 1.0
         self.loss_factor = loss_scale / max(num_labels, 1)
         self.forward_inputs = forward_inputs(shape.stages)

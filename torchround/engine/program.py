@@ -1,7 +1,7 @@
 """The program of a run: which tasks a step, an evaluation, a save or a rewrite has, in which order, and their memory.
 
 This file alone determines who writes what and when in a step, a save and a validation: the tasks wait for each other by the
-order of the calls here (`tasks.py`). The policies are places in this order (`docs/engine.md`).
+order of the calls here (`tasks.py`). An update mode is a place in this order (`docs/engine.md`).
 
     task, in the order of a step      worker     reads                                       writes
     a stage                           device     device weights                              gradient or a part of it
@@ -31,24 +31,14 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from torchround.engine import tasks
 from torchround.engine.board import Queue
 from torchround.engine.errors import FaultLocation
 from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import DeviceJob, Pass, StageJob
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import (
-    DECISION,
-    DIRECTION,
-    GRADIENT,
-    RECORDS,
-    STATE,
-    WEIGHTS,
-    Access,
-    Buffer,
-    Task,
-    Worker,
-)
+from torchround.engine.tasks import Access, Buffer, Task, Worker
 from torchround.engine.update import Decision, Updater
 from torchround.engine.worker.orthogonalise import DirectionJob, directed_bundles
 from torchround.optim.host_optimizer import Hyperparameters
@@ -87,21 +77,22 @@ class Program:
         self._queues = queues
         self._num_devices = len(queues)
         self._accumulates = accumulates
-        self._is_bounded = store.policy.updates_by_layer
+        self._updates_by_layer = store.mode.updates_by_layer
         self._directed = directed_bundles(store)
         names = {b.index: b.name for b in store.trained}
-        versions = range(store.policy.versions)
-        self._weights = {i: [Buffer(WEIGHTS, name) for _ in versions] for i, name in names.items()}
-        self._states = {i: Buffer(STATE, name) for i, name in names.items()}
-        self._gradients = {i: Buffer(GRADIENT, name) for i, name in names.items()}
-        self._directions = {b.index: Buffer(DIRECTION, names[b.index]) for b in self._directed}
-        self._records = Buffer(RECORDS)
+        versions = range(store.mode.versions)
+        self._weights = {i: [Buffer(tasks.WEIGHTS, name) for _ in versions] for i, name in names.items()}
+        self._states = {i: Buffer(tasks.STATE, name) for i, name in names.items()}
+        self._gradients = {i: Buffer(tasks.GRADIENT, name) for i, name in names.items()}
+        self._directions = {b.index: Buffer(tasks.DIRECTION, names[b.index]) for b in self._directed}
+        self._records = Buffer(tasks.RECORDS)
         self.next_slot = 0
         self.next_step = store.step
         self.rounds = 0
         self.open_pass: Pass | None = None
-        # By bundle, the last sum of a call (`bounded`): if it is the step's, the update comes right after it.
-        self._last_sums: dict[int, Task] = {}
+        # By bundle, the last sum of a call (`bounded`), which is not handed out yet: it has its place among the accesses, but
+        # runs right before the update, which only `step` declares.
+        self._held_sums: dict[int, Task] = {}
         # Of the step whose update is deferred: it comes among the stages of the next step (`async` with directions).
         self._deferred: Decision | None = None
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
@@ -113,7 +104,7 @@ class Program:
         """Declare a call of a step: its stages, and what takes their gradients and losses. Returns the task that ends it."""
         share, step = pass_.share, pass_.step
         assert share is not None, f"step {step} was dispatched without a share"
-        self.release_sums()
+        self.hand_out_sums()
         first_slot = self.next_slot
         self.next_slot += len(stages)
         num_forward, consumers = _num_forward(stages), deque(self._consumers(step, share))
@@ -187,11 +178,12 @@ class Program:
         if bundle.adds_up:
             given = [landed.get(part, makers[part]) for part in parts]
             run = partial(self._exchange.add, bundle, step, parts, given)
-            self._emit(self._updater, "the sum", step, run, bundle, reads, [self._gradients[bundle.index]])
-            if self._is_bounded and is_whole:
-                self._last_sums[bundle.index] = self._host_tasks[self._updater].pop()
+            writes, is_held = [self._gradients[bundle.index]], self._updates_by_layer and is_whole
+            task = self._emit(self._updater, "the sum", step, run, bundle, reads, writes, is_held)
+            if is_held:
+                self._held_sums[bundle.index] = task
         # With several calls only `step` knows which part was the last one.
-        if is_whole and not (self._is_bounded or self._accumulates):
+        if is_whole and not (self._updates_by_layer or self._accumulates):
             self._measure(step, bundle)
 
     def _measure(self, step: int, bundle: Bundle) -> None:
@@ -203,11 +195,11 @@ class Program:
         run = partial(self._updater.measure, bundle, step)
         self._emit(self._updater, "the norm", step, run, bundle, reads, writes)
 
-    def release_sums(self) -> None:
-        """Let the last sums of a call run although `step` has not come, because a call waits for what they free."""
-        for task in self._last_sums.values():
+    def hand_out_sums(self) -> None:
+        """Let the held sums of a call run although `step` has not come, because a call waits for what they free."""
+        for task in self._held_sums.values():
             self._host_tasks[self._updater].append(task)
-        self._last_sums = {}
+        self._held_sums = {}
 
     # A step's update.
 
@@ -216,10 +208,10 @@ class Program:
         pass_ = self.open_pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
-        if self._accumulates and not self._is_bounded:
+        if self._accumulates and not self._updates_by_layer:
             for bundle in reversed(self._store.owned):
                 self._measure(pass_.step, bundle)
-        if self._directed and self._store.policy.versions > 1:
+        if self._directed and self._store.mode.versions > 1:
             self._deferred = decision
         else:
             self._update(decision, self.next_slot)
@@ -246,17 +238,6 @@ class Program:
         # By then the gradients have landed, so few devices wait.
         return slots_before_late_jobs(_num_forward(stages), len(stages), self._num_devices)
 
-    def _direct(self, step: int, slot: int) -> None:
-        """Declare the direction jobs of a step, if it has any. The bundles are dealt to the devices in turn."""
-        # A device without a bundle gets an empty job, because it takes every `num_devices`-th slot.
-        for first in range(self._num_devices) if self._directed else ():
-            bundles = tuple(self._directed[first :: self._num_devices])
-            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
-            task.declare(writes=[self._directions[bundle.index] for bundle in bundles])
-            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
-            task.accesses = []  # the job has them
-            self.next_slot += 1
-
     # Between steps.
 
     def save(self, run: Callable[[], object]) -> Task:
@@ -277,8 +258,16 @@ class Program:
             self._exchange_weights(bundle, step)
 
     def _update(self, decision: Decision, slot: int) -> None:
-        step, decided, updater = decision.step, Buffer(DECISION), self._updater
-        self._direct(step, slot)
+        step, decided, updater = decision.step, Buffer(tasks.DECISION), self._updater
+        # The bundles are dealt to the devices in turn. A device without one gets an empty job, because it takes every
+        # `num_devices`-th slot.
+        for first in range(self._num_devices) if self._directed else ():
+            bundles = tuple(self._directed[first :: self._num_devices])
+            task = Task("directions", step, FaultLocation(f"stage slot {slot + first}"))
+            task.declare(writes=[self._directions[bundle.index] for bundle in bundles])
+            self._jobs.append(DirectionJob(slot + first, step, bundles, tuple(task.accesses)))
+            task.accesses = []  # the job has them
+            self.next_slot += 1
         directions = list(self._directions.values())
         run = partial(updater.decide, decision, directions)
         self._emit(updater, "the decision", step, run, reads=directions, writes=[self._records, decided])
@@ -287,15 +276,15 @@ class Program:
             run = partial(updater.step_host_optimizer, decision)
             self._emit(updater, "the optimizer", step, run, writes=[*written, self._records])
         # As the gradients of `bounded` are whole one after the other, otherwise as the next step's forward reads weights.
-        for bundle in self._store.trained[:: -1 if self._is_bounded else 1]:
+        for bundle in self._store.trained[:: -1 if self._updates_by_layer else 1]:
             # The next step's forward has to read device weights that lag before they are written.
             new = [] if self._store.lags(bundle) else [self._weights_of(bundle, step + 1)]
             # A skipped update copies them.
-            old = [self._weights_of(bundle, step)] if self._store.policy.versions > 1 else []
+            old = [self._weights_of(bundle, step)] if self._store.mode.versions > 1 else []
             if bundle.is_owned:
-                if self._is_bounded:
-                    if bundle.index in self._last_sums:
-                        self._host_tasks[updater].append(self._last_sums.pop(bundle.index))
+                if self._updates_by_layer:
+                    if bundle.index in self._held_sums:
+                        self._host_tasks[updater].append(self._held_sums.pop(bundle.index))
                     self._measure(step, bundle)
                 reads = [self._gradients[bundle.index], *old]
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
@@ -361,8 +350,8 @@ class Program:
         for device, queue in enumerate(self._queues):
             # Together: a device that waited for a direction job would first send off gradients, which land only after it.
             queue.put(*(job for job in jobs if job.slot % self._num_devices == device))
-        for worker, tasks in self._host_tasks.items():
-            worker.put(tasks)
+        for worker, declared in self._host_tasks.items():
+            worker.put(declared)
         self._jobs, self._host_tasks = [], defaultdict(list)
 
     def _weights_of(self, bundle: Bundle, version: int) -> Buffer:
@@ -381,11 +370,13 @@ class Program:
         bundle: Bundle | None = None,
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
+        is_held: bool = False,
     ) -> Task:
-        """Declare a task of the host, to be handed out with the others of this call."""
+        """Declare a task of the host. Unless it is held, it is handed out with the others of this call."""
         location = FaultLocation(worker.actor, layers=self._names(bundle.layers if bundle else ()))
         task = Task(name, step, location, run, worker).declare(reads, writes)
-        self._host_tasks[worker].append(task)
+        if not is_held:
+            self._host_tasks[worker].append(task)
         return task
 
     def _names(self, layers: Sequence[int]) -> tuple[str, ...]:

@@ -49,25 +49,22 @@ class Save(Generic[T]):
         """Run the save. An error is for the caller of `result`, one before `write` as a `PipelineError`: training continues."""
         is_open = False
         try:
-            self._open()
+            self.step, self.state, self.tensors = self.task.step, self._store.resume_state(), {}
+            # Its accesses, by the tensors that they are for.
+            records, *accesses = self.task.accesses
+            records.end(self._board)
+            each = len(accesses) // max(len(self._store.owned), 1)
+            for bundle in self._store.bundles:
+                views = self._store.bundle_views(bundle, self.step)
+                self.tensors |= views
+                if bundle.trainable and bundle.is_owned:
+                    own, accesses = accesses[:each], accesses[each:]
+                    self._unread |= dict.fromkeys(views, (set(views), own))
             is_open = True
             self._outcome.set_result(self._write(self))
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
             self._outcome.set_exception(error if is_open else PipelineError.of(error, self.task.location))
         self.tensors, self._unread = {}, {}  # the caller may keep the save for long
-
-    def _open(self) -> None:
-        """Take the state of the step, and the accesses of the task by the tensors that they are for."""
-        self.step, self.state, self.tensors = self.task.step, self._store.resume_state(), {}
-        records, *accesses = self.task.accesses
-        records.end(self._board)
-        each = len(accesses) // max(len(self._store.owned), 1)
-        for bundle in self._store.bundles:
-            views = self._store.bundle_views(bundle, self.step)
-            self.tensors |= views
-            if bundle.trainable and bundle.is_owned:
-                own, accesses = accesses[:each], accesses[each:]
-                self._unread |= dict.fromkeys(views, (set(views), own))
 
     # What `write` calls, as a `SaveWatch`.
 

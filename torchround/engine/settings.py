@@ -20,7 +20,7 @@ class EngineSettings:
 
     `clip = "layer"` clips each bundle by its own norm, with its share of `max_norm` (`optim.layer_max_norm`).
     `stale_layers` is the number of layers, from the first one on, whose forward reads the previous weight version under the
-    `bounded` policy, in the first round of a step's first call. `times_layers` measures each layer for `layer_times`.
+    `bounded` mode, in the first round of a step's first call. `times_layers` measures each layer for `layer_times`.
     `compile_update` compiles the optimizer's update (`optim/kernel.py`), `compiler` the layers; engines of one model may share
     it. `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`).
     `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up on the host in fp32.
@@ -52,7 +52,7 @@ class EngineSettings:
             yield f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
         if not store.is_consistent:
             yield "the host store mixes two weight versions; load a checkpoint into it first"
-        mode, several = store.policy, store.ownership.num_machines > 1
+        mode, several = store.mode, store.ownership.num_machines > 1
         most = sum(partition.forward) if mode.updates_by_layer else 0  # the layers before the fused stage
         if not 0 <= self.stale_layers <= most:
             yield f"stale_layers is {self.stale_layers}; legal here under {mode.name}: 0 to {most}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchround.engine.board import Board, Flag, Queue
+from torchround.engine.board import Board, Flag, Queue, Watchdog
 from torchround.engine.device import Event
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 
@@ -72,7 +72,7 @@ class Access(Flag):
                 wait(earlier)
         self.after = ()
 
-    def wait(self, board: Board) -> None:
+    def wait(self, board: Board | Watchdog) -> None:
         """Wait until the use has ended, and its device has passed that point."""
         board.wait_for(self, self)
         if self.event is not None:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,42 +101,40 @@ class StepTraces(Observer):
         self._copies.clear()
 
     def _content(self, results: Sequence[StepResult]) -> dict[str, Any]:
-        """Describe the steps with the times of the first span on. Each device is a process, the host the last."""
-        events = [event for result in results for event in self._events(result) if event["dur"] > 0]
+        """Describe the spans of steps by the host's clock, from the first one on. Each device is a process, the host the last."""
+        host, events, streams = len(self._devices), list[dict[str, Any]](), list(Stream)
+        for result in results:
+            update = result.update()
+            spans = [(report.task.device, span) for report in result.reports() for span in report.spans]
+            # Devices count milliseconds from mark to mark in float32, too coarse for the hours since the engine's start.
+            for device, start in {device: span.start for device, span in reversed(spans)}.items():
+                self._anchors[device] = start, self._host_time_s(device, start)
+            spans += [*update.directions, *((host, span) for span in update.bundles)]
+            for process, span in spans + self._copies[result.step]:
+                ends = dict.fromkeys((span.layers[0], span.layers[-1])) if span.layers else ()
+                event: dict[str, Any] = {
+                    "ph": "X",
+                    "name": f"{span.kind.value} {'-'.join(map(str, ends))}",
+                    "cat": span.kind.value,
+                    "pid": process,
+                    "tid": streams.index(span.stream),
+                    "ts": self._host_time_s(process, span.start) * 1e6,
+                    "dur": span.seconds * 1e6,
+                }
+                moved = {"micro_batch": span.micro_batch, "moved_bytes": span.copied_bytes}
+                events += [{**event, "args": {"step": result.step + 1, **moved}}] if event["dur"] > 0 else []
         first_us = min((event["ts"] for event in events), default=0.0)
         for event in events:
             event["ts"] -= first_us
         for process, thread in sorted({(event["pid"], event["tid"]) for event in events}):
-            name = f"device {process}" if process < len(self._devices) else "optimizer"
+            name = f"device {process}" if process < host else "optimizer"
             meta = {"ph": "M", "pid": process, "tid": thread}
             events += [
                 {**meta, "name": "process_name", "args": {"name": name}},
                 {**meta, "name": "process_sort_index", "args": {"sort_index": process}},
-                {**meta, "name": "thread_name", "args": {"name": list(Stream)[thread].value}},
+                {**meta, "name": "thread_name", "args": {"name": streams[thread].value}},
             ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-    def _events(self, result: StepResult) -> Iterator[dict[str, Any]]:
-        """Yield an event for each span of a finished step, by the host's clock."""
-        update, host = result.update(), len(self._devices)
-        spans = [(report.task.device, span) for report in result.reports() for span in report.spans]
-        # Devices count milliseconds from mark to mark in float32, too coarse for the hours since the engine's start.
-        for device, start in {device: span.start for device, span in reversed(spans)}.items():
-            self._anchors[device] = start, self._host_time_s(device, start)
-        spans += [*update.directions, *((host, span) for span in update.bundles)]
-        for process, span in spans + self._copies[result.step]:
-            ends = dict.fromkeys((span.layers[0], span.layers[-1])) if span.layers else ()
-            moved = {"micro_batch": span.micro_batch, "moved_bytes": span.copied_bytes}
-            yield {
-                "ph": "X",
-                "name": f"{span.kind.value} {'-'.join(map(str, ends))}",
-                "cat": span.kind.value,
-                "pid": process,
-                "tid": list(Stream).index(span.stream),
-                "ts": self._host_time_s(process, span.start) * 1e6,
-                "dur": span.seconds * 1e6,
-                "args": {"step": result.step + 1, **moved},
-            }
 
     def begins(
         self,

@@ -98,7 +98,7 @@ class Updater(Worker):
         if self._compiles:
             store = self._store
             each = (
-                KernelKind.of(buffers, store.policy.predicts)
+                KernelKind.of(buffers, store.mode.predicts)
                 for bundle in store.owned
                 for buffers in store.update_buffers(bundle, store.step)
             )
@@ -112,7 +112,6 @@ class Updater(Worker):
         return self._begun == step
 
     def fault(self, error: BaseException, location: FaultLocation) -> None:
-        """Report an error that ends this thread."""
         failure = self._exchange.located(error)
         if failure is None:
             failure = PipelineError.of(error, location)
@@ -134,7 +133,7 @@ class Updater(Worker):
         self._board.note_progress()
 
     def hyperparameters_of(self, lr: float | None) -> tuple[float, Hyperparameters | None]:
-        """Return a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now, to the controller."""
+        """Tell the controller a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now."""
         if self._host_optimizer is not None:
             return 0.0, self._host_optimizer.hyperparameters(lr)
         if lr is None:
@@ -178,8 +177,15 @@ class Updater(Worker):
         report = decision.report
         report.directions = tuple(buffer.content for buffer in directions)
         report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
-        norm = 0.0 if self._store.policy.updates_by_layer else self._take_norm(decision)
-        report.fault = self._fault(norm, report.loss_scale)
+        norm = 0.0 if self._store.mode.updates_by_layer else self._take_norm(decision)
+        if not math.isfinite(self._loss):
+            report.fault = "the loss is not finite"
+        elif math.isfinite(norm):
+            report.fault = str(self._store.spikes.spike(self._loss, norm) or "")
+        elif not self._store.loss_scaling.can_fall(
+            report.loss_scale
+        ):  # an overflow that a lower scale can cure is no fault
+            report.fault = "the gradient is not finite"
         report.skipped = bool(report.fault) or not math.isfinite(norm)
         if report.skipped or self._host_optimizer is None:  # whose own step begins the update
             self._begin_update(decision)
@@ -187,19 +193,11 @@ class Updater(Worker):
     def _take_norm(self, decision: Decision) -> float:
         report = decision.report
         own = self._squares, self._direction_squares
-        self._squares, directed = self._exchange.all_squares(decision.step, own)
+        self._squares, directed = self._exchange.gather(own, f"the norms of step {decision.step}")
         squares = [*self._squares.values(), *directed.values()]
         report.grad_norm = math.sqrt(math.fsum(squares)) / report.loss_scale
         decision.clipped_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
         return report.grad_norm
-
-    def _fault(self, norm: float, loss_scale: float) -> str:
-        """Return why the update is skipped, or "". An overflow that a lower loss scale can cure is no fault."""
-        if not math.isfinite(self._loss):
-            return "the loss is not finite"
-        if not math.isfinite(norm):
-            return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
-        return str(self._store.spikes.spike(self._loss, norm) or "")
 
     def _mark(self) -> None:
         """Mark the store as inconsistent, if it is not yet. Raises `Stopped` after a stop: no update begins then.
@@ -216,15 +214,15 @@ class Updater(Worker):
             raise
 
     def _begin_update(self, decision: Decision) -> None:
-        is_bounded = self._store.policy.updates_by_layer
-        if decision.applies or not is_bounded:
+        updates_by_layer = self._store.mode.updates_by_layer
+        if decision.applies or not updates_by_layer:
             self._mark()
-        if not is_bounded:  # After a stop it could not be completed: gradients would be missing.
+        if not updates_by_layer:  # After a stop it could not be completed: gradients would be missing.
             self._begun = decision.step
         if decision.applies:
             # Before the bundles: the bias correction of this update counts it, whatever layers `bounded` leaves out.
             self._store.applied_updates += 1
-            if self._store.policy.predicts:
+            if self._store.mode.predicts:
                 self._store.prediction = float(decision.lr)
 
     def step_host_optimizer(self, decision: Decision) -> None:
@@ -284,7 +282,7 @@ class Updater(Worker):
     def finish(self, decision: Decision) -> None:
         """Declare the store whole after a step, and report."""
         store, step, report = self._store, decision.step, decision.report
-        if store.policy.updates_by_layer:
+        if store.mode.updates_by_layer:
             self._take_norm(decision)
             if decision.applies:
                 squares = ((bundle.name, self._squares[bundle.index]) for bundle in reversed(store.trained))
@@ -292,7 +290,7 @@ class Updater(Worker):
             report.fault = "the gradient is not finite" if report.left_out else report.fault
         if not report.skipped and not report.left_out:
             store.spikes.record(self._loss, report.grad_norm)
-        overflows = not (store.policy.updates_by_layer or math.isfinite(report.grad_norm))
+        overflows = not (store.mode.updates_by_layer or math.isfinite(report.grad_norm))
         store.loss_scaling.record(step, overflows)
         # Before the report is posted: a call that waits for it must see the fault, not end as if all went well.
         if self._overcome is not None:

@@ -89,11 +89,11 @@ class Pipeline:
         self._optimizer = choice = _choose_optimizer(optimizer, wrapped.stored, settings)
         self._host = choice if isinstance(choice, HostOptimizer) else None
         predicts = not isinstance(choice, HostOptimizer) and choice.can_predict
-        self._policy = mode_of(update).with_prediction(predicts)
+        self._mode = mode_of(update).with_prediction(predicts)
         self.store = HostStore(
             wrapped.model,
             wrapped.store_dtype,
-            policy=self._policy,
+            mode=self._mode,
             pinned=kind_of(self._hardware.kind).locks_pages,
             optimizer=NO_STATE if isinstance(choice, HostOptimizer) else make_optimizer(choice),
         )
@@ -141,7 +141,7 @@ class Pipeline:
         numbers = {"seed": self._seed, "call": INFERENCE + self._forwards}
         batches = cut(inputs, None, num_micro_batches, None, is_training=False, **numbers)
         engine = self._engine_for(batches)
-        with nullcontext() if self._policy.has_flush else engine.true_device_weights():
+        with nullcontext() if self._mode.has_flush else engine.true_device_weights():
             outputs = engine.forward(batches).outputs()
         self._forwards += 1
         return joined(outputs, [batch.samples for batch in batches])
@@ -256,7 +256,7 @@ class Pipeline:
             accumulate_bytes=ACCUMULATE_BYTES,
             rounded_bytes=0 if size == ACCUMULATE_BYTES else size,
         )
-        shape = self._hardware.num_devices, len(batches), self._policy.name
+        shape = self._hardware.num_devices, len(batches), self._mode.name
         try:
             return make_plan(costs, *shape, rounds=1, limits=limits).partition
         except InfeasiblePlanError as error:

@@ -1,6 +1,6 @@
 """What an optimizer takes of the host: bytes that it keeps for a trained parameter, and bytes that an update moves.
 
-The run makes these numbers from its optimizer, state format and policy. This room knows no optimizer.
+The run makes these numbers from its optimizer, state format and update mode. This room knows no optimizer.
 """
 
 import math
@@ -78,7 +78,7 @@ class UpdateCosts:
 
     - `rules`: one for each update rule of the model's trained parameters. `BundleCount.by_rule` counts the parameters of
       each.
-    - `splits_weights`: whether weights are kept as 16-bit device weights and residuals under policies that allow it.
+    - `splits_weights`: whether weights are kept as 16-bit device weights and residuals under modes that allow it.
     - `predicts`: whether modes that can predict write predicted device weights. These are no part of the weight, so fp32 is kept.
     - `smaller`: what other settings of the optimizer would cost, each by the change of the config that makes them. They keep
       less for some parameters at least.

@@ -298,7 +298,7 @@ def _is_older_weight(name: str) -> bool:
 def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: int) -> list[str]:
     """Return the names of the older device weights that a checkpoint of this run would hold."""
     names = [name for name in views if _is_older_weight(name)]
-    if not store.policy.updates_by_layer:
+    if not store.mode.updates_by_layer:
         return names
     lagging = {
         parameter.name
@@ -313,4 +313,4 @@ def _stale_layers(store: HostStore, state: Mapping[str, Any]) -> int:
     number = state.get("stale_layers", 0)
     if type(number) is not int or not 0 <= number < len(store.locations):
         raise ValueError(f"stale_layers is {str(number)[:100]}")
-    return number if store.policy.updates_by_layer else 0
+    return number if store.mode.updates_by_layer else 0

@@ -113,7 +113,7 @@ def build_store(
     store = HostStore(
         model,
         numbers.dtype,
-        policy=mode_of(numbers.engine.update).with_prediction(predicts),
+        mode=mode_of(numbers.engine.update).with_prediction(predicts),
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         mapped=mapped,

@@ -103,7 +103,7 @@ def test_what_several_machines_cannot_do_is_refused():
     def run(group):
         model = toy_model()
         ownership = Ownership(group.rank, group.size)
-        stale = toy_store(model, policy=BOUNDED, ownership=ownership)
+        stale = toy_store(model, mode=BOUNDED, ownership=ownership)
         stale.set_stale_layers(2)
         for store, message in [
             (toy_store(model), "the host store is of .*num_machines=1.*, this is .*num_machines=2"),

@@ -19,7 +19,7 @@ from torchround.machines.links import Purpose
 from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT
 
 BATCHES = toy_batches(4, micro_batches=8)
-POLICIES = {"async": ASYNC, "predict": ASYNC_PREDICT}
+MODES = {"async": ASYNC, "predict": ASYNC_PREDICT}
 
 
 def device_weights(store):
@@ -44,8 +44,8 @@ def shared(store, group, unlike_bytes=0):
 # At the start.
 
 
-@pytest.mark.parametrize(("policy", "num_machines"), [("async", 2), ("predict", 3)])
-def test_every_machine_starts_with_the_weights_of_one(policy, num_machines):
+@pytest.mark.parametrize(("mode", "num_machines"), [("async", 2), ("predict", 3)])
+def test_every_machine_starts_with_the_weights_of_one(mode, num_machines):
     """Older versions that differ from the newest, as after a resume, arrive too; the step may be odd."""
 
     def fill(store):
@@ -56,7 +56,7 @@ def test_every_machine_starts_with_the_weights_of_one(policy, num_machines):
         store.resume(3, applied_updates=3, prediction={"lr": 1e-2})
         return store
 
-    options = {"dtype": torch.bfloat16, "policy": POLICIES[policy]}
+    options = {"dtype": torch.bfloat16, "mode": MODES[mode]}
     expected = device_weights(fill(toy_store(toy_model(tied=True), **options)))
 
     def start(group):

@@ -168,7 +168,7 @@ def test_a_forked_process_neither_unlocks_the_memory_nor_unmaps_what_took_its_pl
 
 def test_a_store_locks_device_weights_and_gradients_and_nothing_else(locker):
     for pinned in (False, True):
-        store = toy_store(toy_model(), policy=ASYNC, pinned=pinned)
+        store = toy_store(toy_model(), mode=ASYNC, pinned=pinned)
         store.allocate_gradients(rounds=1)
         assert len(locker.locked) == (3 * len(store.trained) if pinned else 0)
         store.close()

@@ -35,7 +35,7 @@ def frozen_model(*trainable):
 
 
 def test_views_are_the_stores_memory_and_cover_all_of_it_except_padding():
-    store = toy_store(toy_model(), policy=ASYNC)
+    store = toy_store(toy_model(), mode=ASYNC)
     for bundle in store.bundles:
         for buffer in buffers(bundle):
             buffer.zero_()
@@ -62,7 +62,7 @@ def test_every_parameter_is_aligned_for_vector_loads_and_copies():
 
 
 def test_frozen_parameters_have_neither_gradients_nor_optimizer_state_nor_versions():
-    store = toy_store(frozen_model("block.2"), torch.bfloat16, policy=ASYNC)
+    store = toy_store(frozen_model("block.2"), torch.bfloat16, mode=ASYNC)
     store.allocate_gradients(rounds=2)
     [trained] = store.trained
     assert all(name.startswith("block.2.") for name in (p.name for p in trained.parameters))
@@ -91,7 +91,7 @@ def test_a_parameter_that_two_layers_or_two_names_share_is_stored_once():
 # Device weights 2 for each version, gradient 2 (4 if rounds add up), what fp32 weights take beside the device weights 2 or
 # 4, and two moments of 4, or of 1 + 2 / 128, bytes each.
 @pytest.mark.parametrize(
-    ("dtype", "policy", "state", "rounds", "expected"),
+    ("dtype", "mode", "state", "rounds", "expected"),
     [
         (torch.bfloat16, SYNC, "exact", 2, 2 + 4 + 2 + 8),
         (torch.bfloat16, ASYNC, "exact", 1, 4 + 2 + 2 + 8),
@@ -103,10 +103,10 @@ def test_a_parameter_that_two_layers_or_two_names_share_is_stored_once():
     ],
     ids=str,
 )
-def test_bytes_per_trained_parameter(dtype, policy, state, rounds, expected):
+def test_bytes_per_trained_parameter(dtype, mode, state, rounds, expected):
     llama3 = FAMILIES["llama3"]
     model, optimizer = llama3.build(llama3.config_from_flavor("debug")), make_optimizer(AdamWTable(state=state))
-    store = HostStore(model, dtype, policy=policy, optimizer=optimizer)
+    store = HostStore(model, dtype, mode=mode, optimizer=optimizer)
     store.allocate_gradients(rounds)
     padded = sum(bundle.numel for bundle in store.bundles)
     assert store.nbytes() / padded == pytest.approx(expected, rel=0.001)
@@ -116,7 +116,7 @@ def test_bytes_per_trained_parameter(dtype, policy, state, rounds, expected):
 def test_initial_weights_depend_on_the_seed_and_on_nothing_else():
     exact = toy_store(toy_model())
     reference = exact.weights()
-    half = toy_store(toy_model(), torch.bfloat16, policy=ASYNC)
+    half = toy_store(toy_model(), torch.bfloat16, mode=ASYNC)
     frozen = toy_store(frozen_model("head", *(f"block.{index}" for index in range(5))))
     for store in (half, frozen):
         assert_same_state(store.weights(), reference)
@@ -144,10 +144,10 @@ def read(store, saved):
         view.copy_(saved[name])
 
 
-@pytest.mark.parametrize(("policy", "resumes"), [(SYNC, False), (ASYNC, True)], ids=["write_weights", "resume"])
-def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, resumes):
+@pytest.mark.parametrize(("mode", "resumes"), [(SYNC, False), (ASYNC, True)], ids=["write_weights", "resume"])
+def test_weights_written_into_the_store_are_what_the_next_step_uses(mode, resumes):
     """A store that kept an older copy would overwrite the loaded weights with it at the next step."""
-    store = toy_store(toy_model(), policy=policy)
+    store = toy_store(toy_model(), mode=mode)
     loaded = {name: view + 0.125 for name, view in store.weights().items()}
     if not resumes:
         store.write_weights(loaded)
@@ -177,11 +177,11 @@ def by_version(store):
 )
 def test_a_resume_in_async_restores_the_older_weights_too(dtype, step, before):
     model = toy_model(tied=True)
-    original = toy_store(model, dtype, policy=ASYNC)
+    original = toy_store(model, dtype, mode=ASYNC)
     with toy_engine(PARTITION, 2, model=model, store=original) as engine:
         train(engine, BATCHES[:step])
     saved = copy_of(original)
-    resumed = toy_store(toy_model(tied=True), dtype, policy=ASYNC, seed=1)
+    resumed = toy_store(toy_model(tied=True), dtype, mode=ASYNC, seed=1)
     with toy_engine(PARTITION, 1, model=model, store=resumed) as engine:
         train(engine, BATCHES[:before])
     read(resumed, saved)
@@ -211,7 +211,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("damage", "key"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_prediction_is_refused_before_anything_changes(damage, key):
-    with toy_engine(PARTITION, 2, dtype=torch.bfloat16, policy=ASYNC_PREDICT) as engine:
+    with toy_engine(PARTITION, 2, dtype=torch.bfloat16, mode=ASYNC_PREDICT) as engine:
         train(engine, BATCHES[:2])
     sound, before = engine.store.resume_state()["prediction"], copy_of(engine.store)
     weights = [bundle.version(2).clone() for bundle in engine.store.bundles]

@@ -36,9 +36,9 @@ def bits(values):
     return values.contiguous().view(torch.int32)
 
 
-@pytest.mark.parametrize(("policy", "step"), [(SYNC, 0), (ASYNC, 3)], ids=["sync", "async"])
-def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(policy, step):
-    store = toy_store(toy_model(tied=True), BF16, policy=policy)
+@pytest.mark.parametrize(("mode", "step"), [(SYNC, 0), (ASYNC, 3)], ids=["sync", "async"])
+def test_written_weights_read_back_bit_for_bit_and_are_rounded_for_devices(mode, step):
+    store = toy_store(toy_model(tied=True), BF16, mode=mode)
     store.resume(step, step)
     written = values_with_ties(store)
     store.write_weights(written)
@@ -80,7 +80,7 @@ def test_a_writer_of_some_values_leaves_the_others_and_one_that_fails_leaves_all
 
 
 @pytest.mark.parametrize(
-    ("dtype", "policy", "optimizer"),
+    ("dtype", "mode", "optimizer"),
     [
         (torch.float32, SYNC, None),
         (torch.float16, SYNC, None),
@@ -90,8 +90,8 @@ def test_a_writer_of_some_values_leaves_the_others_and_one_that_fails_leaves_all
     ],
     ids=["float32", "float16", "predict", "bounded", "another's state"],
 )
-def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype, policy, optimizer):
-    store = toy_store(toy_model(), dtype, policy=policy, optimizer=optimizer)
+def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype, mode, optimizer):
+    store = toy_store(toy_model(), dtype, mode=mode, optimizer=optimizer)
     assert not any(name.startswith(RESIDUAL) for name in store.named_views())
     assert {bundle.weight.dtype for bundle in store.owned} == {torch.float32}
 

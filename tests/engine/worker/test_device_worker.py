@@ -207,11 +207,11 @@ class GradientCopies(Observer):
         return event.inner
 
 
-def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, link=linked, **settings):
+def copies_of_a_step(mode, partition, num_devices=1, micro_batches=2, link=linked, **settings):
     found = [GradientCopies() for _ in range(num_devices)]
     copies = iter(found)
     settings |= {"wrap": lambda device: watched(link(device), next(copies))}
-    with toy_engine(partition, num_devices, policy=policy, **settings) as engine:
+    with toy_engine(partition, num_devices, mode=mode, **settings) as engine:
         train(engine, toy_batches(1, micro_batches))
     return found
 
@@ -232,9 +232,9 @@ def test_only_a_devices_last_stage_of_a_sync_step_sends_each_layers_gradients_ea
     assert len(set(fused)) == 1 and fused[-1] < upper < lower
 
 
-@pytest.mark.parametrize(("policy", "link"), [(SYNC, lambda device: device), (ASYNC, linked)], ids=["virtual", "async"])
-def test_gradients_leave_after_their_stage_if_copies_take_the_devices_own_time_or_have_a_next_stage(policy, link):
-    [copies] = copies_of_a_step(policy, PARTITIONS["one stage"], link=link)
+@pytest.mark.parametrize(("mode", "link"), [(SYNC, lambda device: device), (ASYNC, linked)], ids=["virtual", "async"])
+def test_gradients_leave_after_their_stage_if_copies_take_the_devices_own_time_or_have_a_next_stage(mode, link):
+    [copies] = copies_of_a_step(mode, PARTITIONS["one stage"], link=link)
     assert len(set(copies.waited_for)) == 1, "all of them wait for the whole stage"
 
 

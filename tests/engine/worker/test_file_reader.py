@@ -54,14 +54,14 @@ def base(tmp_path):
     return write_base(tmp_path / "base.safetensors")
 
 
-def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC, log=None, **settings):
+def mapped_engine(base, num_devices=2, partition="forward coarser", mode=SYNC, log=None, **settings):
     model, devices = frozen_model(), []
 
     def locking(device):
         devices.append(LockingDevice(len(devices)))
         return watched(devices[-1], log) if isinstance(log, Observer) else devices[-1]
 
-    store = mapped_store(model, base, policy=policy)
+    store = mapped_store(model, base, mode=mode)
     partition = PARTITIONS[partition]
     return toy_engine(partition, num_devices, model=model, store=store, observer=log, wrap=locking, **settings)
 
@@ -74,7 +74,7 @@ def resident_bytes(path):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "partition", "policy"),
+    ("num_devices", "partition", "mode"),
     [
         (1, "one stage", SYNC),
         (3, "one layer a stage", ASYNC),
@@ -82,12 +82,12 @@ def resident_bytes(path):
         (1, "backward coarser", ASYNC),
     ],
 )
-def test_losses_and_weights_are_bitwise_those_of_a_base_in_memory(base, num_devices, partition, policy):
+def test_losses_and_weights_are_bitwise_those_of_a_base_in_memory(base, num_devices, partition, mode):
     model = frozen_model()
-    store = toy_store(model, policy=policy)
+    store = toy_store(model, mode=mode)
     with toy_engine(PARTITIONS[partition], num_devices, model=model, store=store) as engine:
         losses = train(engine, BATCHES)
-    with mapped_engine(base, num_devices, partition, policy) as engine:
+    with mapped_engine(base, num_devices, partition, mode) as engine:
         assert train(engine, BATCHES) == losses
         found = engine.store.named_views()
     assert_same_state(found, {name: view for name, view in store.named_views().items() if name in found})

@@ -2,7 +2,8 @@
 
 D stands for device weights, S for fp32 weights (or the residuals of split ones) with the optimizer's values. In a step the
 optimizer's thread writes, in tasks that `program.py` orders; `receive`, and `copy_version` of a bundle that another machine
-owns, run on the thread that receives from it.
+owns, run on the thread that receives from it. A bundle lags if it is of the first `stale_layers` layers (`bounded`): between
+steps its D is one version behind its S.
 
     writer                  writes  when
     initialize              D S     before the first engine of a new run: the layers' own weights, or pretrained ones
@@ -58,12 +59,12 @@ from torchround.planning.update_modes import SYNC, UpdateMode
 class HostStore:
     """All weights, gradients and optimizer state of a model in host memory.
 
-    `dtype` is that of the device weights and of all computation, `policy` the number of their versions. `step` counts steps
+    `dtype` is that of the device weights and of all computation, `mode` the number of their versions. `step` counts steps
     whose update is complete; `applied_updates`, which drives the bias correction, leaves skipped ones out.
     `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would too.
 
     `stale_layers` counts the layers, from the first one on, whose forward reads the previous version under the
-    `bounded` policy. Between steps the device weights of their bundles are one version older than the fp32 weights.
+    `bounded` mode. Between steps the device weights of their bundles are one version older than the fp32 weights.
 
     `ownership` says which part of a run of several machines this is. The store then holds the device weights of all
     bundles, and fp32 weights, optimizer state and gradient sums of the bundles that it owns. `mapped` gives frozen parameters
@@ -77,7 +78,7 @@ class HostStore:
         model: LayeredModel,
         dtype: torch.dtype = torch.float32,
         *,
-        policy: UpdateMode = SYNC,
+        mode: UpdateMode = SYNC,
         pinned: bool = False,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
         ownership: Ownership | None = None,
@@ -85,9 +86,9 @@ class HostStore:
     ) -> None:
         self.layer_names = model.names
         self.dtype = dtype
-        self.policy = policy
+        self.mode = mode
         self.optimizer = optimizer or make_optimizer(AdamWTable())
-        can_split = policy.splits_weights and self.optimizer.splits_weights
+        can_split = mode.splits_weights and self.optimizer.splits_weights
         self.splits_weights = dtype == torch.bfloat16 and can_split
         self.step = 0
         self.applied_updates = 0
@@ -216,7 +217,7 @@ class HostStore:
         are then predicted again.
         """
         lr: Any = None
-        if self.policy.predicts and prediction is not None:
+        if self.mode.predicts and prediction is not None:
             lr = prediction.get("lr") if isinstance(prediction, Mapping) else None
             if type(lr) is not float or not 0 <= lr < math.inf or applied_updates <= 0:
                 raise ValueError(f"prediction is {str(prediction)[:100]} after {applied_updates} updates")
@@ -255,7 +256,7 @@ class HostStore:
         kernels: Mapping[KernelKind, UpdateKernel],
     ) -> None:
         """Update an owned bundle after `step` steps, segment by segment. A retry continues from `progress`, one for each."""
-        predicts = self.policy.predicts
+        predicts = self.mode.predicts
         self.observer.touched(bundle.inputs(step), [*bundle.state(), self._written(bundle, step)])
         for buffers, done in zip(self.update_buffers(bundle, step), progress, strict=True):
             kind = KernelKind.of(buffers, predicts) if kernels else None
@@ -317,7 +318,7 @@ class HostStore:
             "loss_scale": self.loss_scaling.state_dict(self.step),
             "spikes": self.spikes.state_dict(),
         }
-        if self.policy.updates_by_layer:
+        if self.mode.updates_by_layer:
             state["stale_layers"] = self.stale_layers
         if self.prediction is not None:
             state["prediction"] = {"lr": self.prediction}
@@ -379,7 +380,7 @@ class HostStore:
         for bundle in self.bundles:
             if not (bundle.trainable or bundle.is_reloaded):
                 views |= bundle.saved_views(self.step, lags=False)
-            elif self.policy.updates_by_layer and bundle.trainable:
+            elif self.mode.updates_by_layer and bundle.trainable:
                 views |= bundle.older_views(self.step, lags=True)
         return views
 
@@ -410,7 +411,7 @@ class HostStore:
         self._memory.close()
 
     def _allocate(self, bundle: Bundle) -> None:
-        versions = self.policy.versions if bundle.trainable else 1
+        versions = self.mode.versions if bundle.trainable else 1
         bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
         if not (bundle.trainable and bundle.is_owned):
             return

@@ -206,7 +206,7 @@ class DeviceWorker:
         `sync` the next job waits for the update. In `bounded` a layer's update waits for its own gradient alone.
         """
         is_last = job.slots_left < len(self.setup.queues)
-        is_waited_for = self._store.policy.updates_by_layer or (is_last and self._store.policy.has_flush)
+        is_waited_for = self._store.mode.updates_by_layer or (is_last and self._store.mode.has_flush)
         # Otherwise copies and the norm would take processor time from this very backward: 8 % of a step on two cores.
         return is_waited_for and self.device.has_link
 
