@@ -85,7 +85,6 @@ class BorrowedFamily:
         return dict(config.content)
 
     def config_from_flavor(self, *_: Any, **__: Any) -> BorrowedConfig:
-        """Refuse: a borrowed model has neither flavors nor shapes. Raises `ModelConfigError`."""
         raise ModelConfigError(
             f"{NAME} has no sizes of its own; give model.hf_path, a folder with a config.json"
         )
@@ -93,7 +92,6 @@ class BorrowedFamily:
     config_from_shape = config_from_flavor
 
     def build(self, config: BorrowedConfig) -> LayeredModel:
-        """Build the layers on `meta`; only the constant buffers take memory. Raises `ModelConfigError`."""
         return self.cut(config).layers
 
     def cut(self, config: BorrowedConfig) -> CutModel:
@@ -147,7 +145,7 @@ class BorrowedFamily:
 
 
 def _kept_wide(model: Any, own: Mapping[str, str]) -> dict[str, torch.dtype]:
-    """Return the stored names of the parameters with which transformers computes in fp32 in every model."""
+    """Name the stored parameters with which transformers computes in fp32 in every model."""
     parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     pattern = re.compile("|".join(rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts))
     return {stored: torch.float32 for stored, name in own.items() if parts and pattern.search(name)}

@@ -59,7 +59,6 @@ class BorrowedLayer(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a sequence; None if there is no limit."""
         return None if self.shell.longest is None else self.shell.longest[0]
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -141,7 +140,7 @@ class BorrowedBlock(BorrowedLayer):
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
     def code(self) -> nn.Module:
-        """Return what the engine compiles in the block's place: its core, called with tensors alone."""
+        """Make what the engine compiles in the block's place: its core, called with tensors alone."""
         assert self.width is not None, "only the first layer has none"
         calls = self.shell.calls(torch.ones((1, 2, self.width)), torch.arange(2)[None])
         made = core_of_tensors(self.core, calls[self.index], self.entries)
@@ -149,7 +148,6 @@ class BorrowedBlock(BorrowedLayer):
         return made
 
     def code_inputs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the tensors that `code` is called with."""
         return hidden, *self.shell.calls_of(hidden, micro_batch)[self.index].tensors()
 
     def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
@@ -217,22 +215,20 @@ class BorrowedHead(BorrowedLayer):
         return replace(tail, boundary_bytes=0) + loss
 
     def _weights(self) -> list[nn.Parameter]:
-        """Return the parameters that make the logits from the body's output."""
+        """List the parameters that make the logits from the body's output."""
         own = self.core.named_parameters()
         return [weight for name, weight in own if name.split(".")[0] not in self.tail]
 
     def after_blocks(self, hidden: Tensor) -> Tensor:
-        """Return what the body returns, from the last block's output."""
         for name in self.tail:
             hidden = self.core.get_submodule(name)(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all logits at once, `[B, T, V]`, from the last block's output: never for training."""
         return self.project(self.after_blocks(hidden))
 
     def project(self, states: Tensor) -> Tensor:
-        """Return the logits `[B, T, V]` of the body's output `[B, T, D]`, in its dtype."""
+        """Compute the logits `[B, T, V]` of the body's output `[B, T, D]`, in its dtype."""
         found: Tensor = self.core(inputs_embeds=states, use_cache=False).logits
         return found
 

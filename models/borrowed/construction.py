@@ -114,7 +114,7 @@ def _transformers() -> Any:
 
 
 def _causal_class(config: Any, has_whole: bool) -> Any:
-    """Return the causal language model of a text config; None if `transformers` has none.
+    """Find the causal language model of a text config; None if `transformers` has none.
 
     It has none of some text models that a release wraps (Qwen's VL). With `has_whole` such a body gets a head without bias.
     """
@@ -236,7 +236,7 @@ def is_tied(model: Any) -> bool:
 
 
 def _build_on_meta(config: Any) -> nn.Module:
-    """Return the causal language model of `transformers` for `config`: parameters on `meta`, buffers with their values."""
+    """Build the causal language model of `transformers` for `config`: parameters on `meta`, buffers with their values."""
     model_class = _causal_class(config, has_whole=True)
     assert model_class is not None, "read_config has refused a config without one"
     with torch.device("meta"):
@@ -286,7 +286,7 @@ def _made_by(model: Any, module: nn.Module, buffers: Mapping[str, Tensor], fill:
 
 
 def longest_sequence(config: Any, body: nn.Module) -> tuple[int, str] | None:
-    """Return the most tokens of a sequence that the body is right for, and what limits them; None if nothing does.
+    """Find the most tokens of a sequence that the body is right for, and what limits them; None if nothing does.
 
     The rotations of `longrope` change, for a whole batch, with its first longer document. A table with a row for each
     position has no row for a later one.
@@ -353,7 +353,6 @@ def take_apart(config: Any) -> Anatomy:
 
 
 def _find_blocks(model: Any) -> tuple[str, Any, str]:
-    """Return the name of the body, the body, and the name of its one list of blocks."""
     body_name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
     body = getattr(model, body_name, None)
     _check(isinstance(body, nn.Module), f"it has no body under the name {body_name!r}")
@@ -464,7 +463,7 @@ def _check_arguments(calls: Sequence[BlockCall], others: Sequence[BlockCall]) ->
 
 
 def keeps_documents_apart(block: nn.Module, call: BlockCall, positions: Tensor) -> bool:
-    """Return whether a block that is called like this on positions `[B, T]` never looks into another document.
+    """Check whether a block that is called like this on positions `[B, T]` never looks into another document.
 
     It has to get a mask that allows no such pair of tokens, and no part that mixes neighbours by other means.
     """
@@ -500,7 +499,7 @@ def _num_entries(block: nn.Module, index: int, hidden: Tensor, call: BlockCall) 
 
 
 def _chain(steps: Sequence[Step], output: Any, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules between the last block and the body's output.
+    """List the modules between the last block and the body's output.
 
     From the first block on the body has to be a chain, in which each module gets the result of the one before it.
     """
@@ -526,7 +525,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _projection(model: Any, body_name: str, output_class: type, width: int) -> str | None:
-    """Return the name of the linear layer whose output is the logits as they are; None if there is none."""
+    """Name the linear layer whose output is the logits as they are; None if there is none."""
     last = model.get_output_embeddings()
     name = next((name for name, child in model.named_children() if child is last), None)
     if type(last) is not nn.Linear or last.bias is not None:

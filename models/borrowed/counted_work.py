@@ -151,7 +151,7 @@ def _parts(
 
 
 def count_logits(head: nn.Module, num_tokens: int, width: int, element_bytes: int) -> tuple[float, int]:
-    """Return the FLOPs of a head's logits from hidden states of this width, and its vocabulary."""
+    """Count the FLOPs of a head's logits from hidden states of this width, and its vocabulary."""
     with no_memory() as meter, torch.no_grad():
         hidden = torch.empty((num_tokens, 1, width), dtype=DTYPES[element_bytes])
         ids = torch.zeros((num_tokens, 1), dtype=torch.int64)
@@ -230,7 +230,7 @@ def no_memory() -> Iterator[Meter]:
 
 
 def fake_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a leaf without memory for each parameter, in `dtype`, trained if the parameter is. Inside `no_memory`."""
+    """Make a leaf without memory for each parameter, in `dtype`, trained if the parameter is. Inside `no_memory`."""
     return {
         name: torch.empty(parameter.shape, dtype=dtype).requires_grad_(parameter.requires_grad)
         for name, parameter in module.named_parameters()
@@ -244,7 +244,7 @@ def call_with(module: nn.Module, parameters: Mapping[str, Tensor], *args: Any, *
 def _grouped_product(
     one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[Tensor, float]:
-    """Return the result's shape and the FLOPs. PyTorch's own shapes for this product may know bf16 alone.
+    """Make the result, and count the FLOPs. PyTorch's own shapes for this product may know bf16 alone.
 
     Raises `ModelConfigError` for matrices that the product does not take on any device.
     """

@@ -78,7 +78,7 @@ def _sources(model: Any, tensors: Collection[str]) -> tuple[dict[str, list[_Sour
 
 
 def _names_of(name: str, sources: Sequence[_Source], model: Any) -> HFTensors | None:
-    """Return the tensors of one parameter in the form in which they are joined; None if some are missing."""
+    """Find the tensors of one parameter in the form in which they are joined; None if some are missing."""
     if not sources:
         return None
     converter = sources[0].converter
@@ -110,7 +110,7 @@ def _kind(operation: Any) -> tuple[str, Any]:
 
 
 def _tables(model: Any, tensors: Collection[str]) -> set[str]:
-    """Return the constant tables in old files that no parameter needs and the loader of `transformers` drops."""
+    """Find the constant tables in old files that no parameter needs and the loader of `transformers` drops."""
     patterns = set()
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

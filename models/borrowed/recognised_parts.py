@@ -79,7 +79,6 @@ def attend_documents(
 
 
 def mask_place(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> MaskPlace:
-    """Stand for a mask: `local_size` is its window."""
     if use_vmap:
         raise NotRecognised("its masks follow rules of its own")
     return MaskPlace(local_size)
@@ -291,7 +290,7 @@ def _take_attention(
 
 
 def _compared_places(config: Any, body: Any, shell: Shell, positions: Tensor, hidden: Tensor) -> Places:
-    """Return where blocks get masks. Raises if these have other rules than ours, or if other arguments change without them."""
+    """Find where blocks get masks. Raises if these have other rules than ours, or if other arguments change without them."""
 
     def calls(name: str, sizes: Mapping[str, int]) -> list[list[Any]]:
         twin = with_modules(body, {})
@@ -317,7 +316,7 @@ def _compared_places(config: Any, body: Any, shell: Shell, positions: Tensor, hi
 
 
 def _mask_of(positions: Tensor, window: int | None) -> Tensor:
-    """Return `[B, 1, T, T]`: pairs of a token and an earlier one of its document, fewer than `window` before it."""
+    """Make `[B, 1, T, T]`: pairs of a token and an earlier one of its document, fewer than `window` before it."""
     documents = (positions == 0).cumsum(1)
     mask = (documents[:, :, None] == documents[:, None, :]).tril()
     return (mask if window is None else mask.triu(1 - window))[:, None]
@@ -401,7 +400,7 @@ def _compare_attention(call: AttentionCall) -> None:
 def _product_names(
     block: nn.Module, attended: Sequence[AttentionCall], order: Sequence[Use], width: int
 ) -> dict[str, str]:
-    """Return the linear layers that are parts of a block: those around attention, and those of feed-forwards of this width.
+    """Name the linear layers that are parts of a block: those around attention, and those of feed-forwards of this width.
 
     A name changes no result. It says which results the block can keep.
     """

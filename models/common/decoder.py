@@ -191,7 +191,6 @@ class Block(nn.Module):
         self.init_adapters(generator)
 
     def init_adapters(self, generator: torch.Generator) -> None:
-        """Fill the low-rank adapters alone, if there are any."""
         for module in self.modules():
             if isinstance(module, Adaptable):
                 module.init_adapters(generator)
@@ -264,7 +263,6 @@ class Head(nn.Module):
         return F.linear(self.norm(hidden), self.weight)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill the norm, and the projection unless the embedding has filled it."""
         self.norm.init_weights()
         if not self.tied:
             init_linear_(self.weight, generator)

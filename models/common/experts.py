@@ -145,7 +145,6 @@ class ExpertStack(Adaptable, ABC):
     def _kept(
         self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool
     ) -> KeptWork:
-        """Count the products of some stacks as a part whose results can be kept."""
         widths, ranks, row_flops = [], [], 0.0
         for name in names:
             matrix = self.matrix(getattr(self, name))

@@ -69,7 +69,6 @@ class Rope:
 
     @property
     def magnitude(self) -> float:
-        """The factor on cosines and sines."""
         if not isinstance(self.scaling, YarnScaling):
             return 1.0
         if self.scaling.attention_factor is not None:

@@ -38,7 +38,6 @@ class GptOssConfig(TransformerConfig):
             raise ModelConfigError(f"window = {self.window}, must be at least 1")
 
     def window_of(self, index: int) -> int | None:
-        """Return how many tokens block `index` sees, or None for all."""
         return None if index % 2 else self.window
 
 

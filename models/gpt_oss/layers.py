@@ -195,7 +195,7 @@ def _clamp(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def _inside_clamp(gate_up: Tensor, limit: float) -> Tensor:
-    """Return where the clamp passes gradients, bool `[R, 2 F]`; gates have no lower limit."""
+    """Mark where the clamp passes gradients, bool `[R, 2 F]`; gates have no lower limit."""
     within = gate_up <= limit
     within[..., 1::2] &= gate_up[..., 1::2] >= -limit
     return within

@@ -53,7 +53,6 @@ class DecodingCache:
         return sum(part.nbytes for part in self._of_layers if part is not None)
 
     def for_layer(self, index: int) -> Any:
-        """Find the part of layer `index`; None if it remembers nothing."""
         return self._of_layers[index]
 
     def clear(self) -> None:
@@ -126,7 +125,6 @@ class _Sequence:
     ended: bool = False
 
     def add(self, logits: Tensor, sampling: Sampling, max_tokens: int, stop_tokens: frozenset[int]) -> None:
-        """Choose the next token from logits `[V]`."""
         token = choose_token(logits, sampling, self.draws)
         self.tokens.append(token)
         self.continuation.append(token)
@@ -166,7 +164,6 @@ class _Group:
         return _asks_for_logits(tokens, positions, document_ids, self.cache)
 
     def take(self, logits: Tensor, sampling: Sampling, max_tokens: int, stop_tokens: frozenset[int]) -> None:
-        """Give each sequence that has not ended its next token, from logits `[B, V]`."""
         for sequence, row in zip(self.sequences, logits, strict=True):
             if not sequence.ended:
                 sequence.add(row, sampling, max_tokens, stop_tokens)

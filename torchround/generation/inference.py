@@ -55,7 +55,6 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """The mean loss of a token, in nats."""
         return self.loss_sum / max(self.num_labels, 1)
 
     @property
