@@ -25,9 +25,10 @@ from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import (
+    Gradients,
     chunk_tokens,
     loss_with_gradients,
-    loss_workspace_bytes,
+    loss_work,
     token_loss_sum,
 )
 from torchround.models.common.packed_attention import Documents
@@ -195,24 +196,16 @@ class BorrowedHead(BorrowedLayer):
             tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
             flops, vocab = count_logits(self, num_tokens, width, element_bytes)
         flops -= tail.forward_flops
-        trained = any(weight.requires_grad for weight in self._weights())
-        scratch = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device)
+        weights = [weight for weight in self._weights() if weight.requires_grad]
+        loss = loss_work(num_tokens, vocab, width, element_bytes, bool(weights), device)
         # The gradient of the states, beside the one that is kept, while the backward multiplies it.
-        scratch += num_tokens * width * element_bytes
+        scratch = loss.workspace_bytes + num_tokens * width * element_bytes
         if self.projection is None:
             # Autograd keeps each step from the products to the loss, and makes a chunk's whole gradient of the weight.
             scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
-            scratch += (
-                sum(weight.numel() for weight in self._weights() if weight.requires_grad) * element_bytes
-            )
-        loss = LayerWork(
-            products=(Products(flops, 0.0 if trained else flops, "head"),),
-            # The gradient that the loss computes in its forward and keeps for its input.
-            activation_bytes=num_tokens * width * element_bytes,
-            boundary_bytes=4,
-            workspace_bytes=scratch,
-        )
-        return replace(tail, boundary_bytes=0) + loss
+            scratch += sum(weight.numel() for weight in weights) * element_bytes
+        products = Products(flops, 0.0 if weights else flops, "head")
+        return replace(tail, boundary_bytes=0) + replace(loss, products=(products,), workspace_bytes=scratch)
 
     def _weights(self) -> list[nn.Parameter]:
         """List the parameters that make the logits from the body's output."""
@@ -249,24 +242,23 @@ def any_loss_sum(
     `logits_of` maps `[1, n, D]` to `[1, n, V]` and may use only `weights`. `hidden` is `[N, D]`, `labels` `[N]` int64.
     `loss_factor` as in `token_loss_sum`.
     """
-
-    compute = partial(_losses_and_gradients, logits_of, hidden, labels, weights, step)
-    return loss_with_gradients(compute, loss_factor, hidden, *weights)
+    trained = [weight for weight in weights if weight.requires_grad]
+    compute = partial(_losses_and_gradients, logits_of, hidden, labels, trained, step)
+    return loss_with_gradients(compute, loss_factor, hidden, *trained)
 
 
 def _losses_and_gradients(
     logits_of: Callable[[Tensor], Tensor],
     hidden: Tensor,
     labels: Tensor,
-    weights: Sequence[Tensor],
+    trained: Sequence[Tensor],
     step: int,
     wants: Sequence[bool],
     factor: float,
-) -> tuple[Tensor, list[Tensor | None]]:
-    wanted = [weight for weight, is_wanted in zip(weights, wants[1:], strict=True) if is_wanted]
+) -> tuple[Tensor, Gradients]:
     # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in wanted]
-    of_hidden = torch.empty_like(hidden) if any(wants) else None
+    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained] if any(wants) else []
+    of_hidden = torch.empty_like(hidden)
     losses = []
     for start in range(0, len(labels), step):
         rows = slice(start, start + step)
@@ -275,15 +267,11 @@ def _losses_and_gradients(
             logits = logits_of(chunk[None])[0].float()
             loss = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="sum")
         losses.append(loss.detach())
-        if of_hidden is not None:
+        if any(wants):
             given = torch.full_like(loss, factor)
-            of_hidden[rows], *found = torch.autograd.grad(loss, [chunk, *wanted], given, allow_unused=True)
+            of_hidden[rows], *found = torch.autograd.grad(loss, [chunk, *trained], given, allow_unused=True)
             for total, grad in zip(totals, found, strict=True):
                 if grad is not None:
                     total += grad
         del logits, loss
-    left = iter(totals)
-    return torch.stack(losses).sum(), [
-        of_hidden,
-        *(next(left) if is_wanted else None for is_wanted in wants[1:]),
-    ]
+    return torch.stack(losses).sum(), [of_hidden, *totals]

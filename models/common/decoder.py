@@ -27,7 +27,6 @@ from torchround.layer import (
     LayeredModel,
     LayerWork,
     MicroBatch,
-    Products,
     renamed,
 )
 from torchround.models.common import chunks
@@ -36,7 +35,7 @@ from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import MoE, balance_penalty
 from torchround.models.common.keys_and_values import KeysAndValues
 from torchround.models.common.lora import Adaptable
-from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
+from torchround.models.common.loss import loss_work, token_loss_sum
 from torchround.models.common.primitives import init_embedding_, init_linear_, lookup
 
 
@@ -268,16 +267,8 @@ class Head(nn.Module):
             init_linear_(self.weight, generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        num_tokens, (vocab, width) = batch * tokens, self.weight.shape
-        trained = self.weight.requires_grad
-        flops = 2.0 * num_tokens * vocab * width
-        projection = LayerWork(
-            products=(Products(flops, 0.0 if trained else flops, "head"),),
-            # The gradient that the loss computes in its forward and keeps for its input.
-            activation_bytes=num_tokens * width * element_bytes,
-            boundary_bytes=4,
-            workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device),
-        )
+        num_tokens, trained = batch * tokens, self.weight.requires_grad
+        projection = loss_work(num_tokens, *self.weight.shape, element_bytes, trained, device)
         return self.norm.work(num_tokens, element_bytes, device) + projection
 
 
