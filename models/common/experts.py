@@ -11,6 +11,7 @@ F expert width; of an adapter A inputs, Z outputs, r rank.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_
 from torchround.models.kernels.grouped import RowGroups, stack_product
+
+# Of values, `pairs`, `rows` and `choices` (`Routes`): the values in another order.
+Move = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,17 @@ def make_routes(chosen: Tensor, num_experts: int) -> Routes:
 
 def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
     """Copy each token of `[N, D]` to the rows of its k experts, `[R, D]`."""
-    return _Dispatch.apply(tokens, routes.pairs, routes.rows, routes.choices)
+    return _Moved.apply(tokens, routes.pairs, routes.rows, routes.choices, _spread, _gather_sums)
 
 
 def combine(rows: Tensor, routes: Routes) -> Tensor:
     """Add up each token's k rows of `[R, D]` in fp32, to `[N, D]`."""
-    return _Combine.apply(rows, routes.pairs, routes.rows, routes.choices)
+    return _Moved.apply(rows, routes.pairs, routes.rows, routes.choices, _gather_sums, _spread)
 
 
 def sort_pairs(values: Tensor, routes: Routes) -> Tensor:
     """Bring one number per pair, `[N, k]`, into the order of the rows, `[R]`."""
-    return _Permute.apply(values.flatten(), routes.pairs, routes.rows)
+    return _Moved.apply(values.flatten(), routes.pairs, routes.rows, routes.choices, _to_rows, _to_pairs)
 
 
 class ExpertStack(Adaptable, ABC):
@@ -202,51 +206,34 @@ class GatedExperts(ExpertStack):
         return (num_experts, lora.rank, inputs), (num_experts, outputs, lora.rank)
 
 
-def _spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
+def _spread(tokens: Tensor, pairs: Tensor, _: Tensor, choices: int) -> Tensor:
     return tokens[pairs // choices]  # [N, D] -> [R, D]
 
 
-def _gather_sums(sorted_rows: Tensor, rows: Tensor, choices: int) -> Tensor:
+def _gather_sums(sorted_rows: Tensor, _: Tensor, rows: Tensor, choices: int) -> Tensor:
     by_token = sorted_rows[rows].unflatten(0, (-1, choices))  # [R, D] -> [N, k, D]
     return by_token.sum(dim=1, dtype=torch.float32).to(sorted_rows.dtype)
 
 
-# The backward of each of the three is a gather too: the inverse permutation is known, so nothing is scattered.
+def _to_rows(values: Tensor, pairs: Tensor, _: Tensor, __: int) -> Tensor:
+    return values[pairs]
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.choices = choices
-        return _spread(tokens, pairs, choices)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,) = ctx.saved_tensors
-        return _gather_sums(grads[0], rows, ctx.choices), None, None, None
+def _to_pairs(values: Tensor, _: Tensor, rows: Tensor, __: int) -> Tensor:
+    return values[rows]
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sorted_rows: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(pairs)
-        ctx.choices = choices
-        return _gather_sums(sorted_rows, rows, choices)
+class _Moved(torch.autograd.Function):
+    """`move` of some values, and `back` of their gradient: a gather too, because the inverse permutation is known."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (pairs,) = ctx.saved_tensors
-        return _spread(grads[0], pairs, ctx.choices), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return values[pairs]
+    def forward(
+        ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor, choices: int, move: Move, back: Move
+    ) -> Tensor:
+        ctx.save_for_backward(pairs, rows)
+        ctx.choices, ctx.back = choices, back
+        return move(values, pairs, rows, choices)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return grads[0][rows], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return ctx.back(grads[0], *ctx.saved_tensors, ctx.choices), None, None, None, None, None
