@@ -10,7 +10,6 @@ import functools
 from abc import ABCMeta
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchround.models.borrowed.recognised_parts import run_experts
@@ -30,9 +29,6 @@ class BorrowedExperts(ExpertStack):
         if not self.adapted:
             return self.own_forward(hidden, chosen, weights)
         return run_experts(self, hidden, chosen, weights)
-
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        raise AssertionError("the model's own initialiser fills its experts")
 
     def matrix(self, stack: Tensor) -> Tensor:
         return stack if self.inputs_first else stack.transpose(1, 2)

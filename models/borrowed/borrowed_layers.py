@@ -23,7 +23,7 @@ from torchround.models.borrowed.counted_work import count_layer, count_logits, e
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
 from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
-from torchround.models.common.lora import Adaptable
+from torchround.models.common.lora import init_adapters
 from torchround.models.common.loss import (
     Gradients,
     chunk_tokens,
@@ -73,10 +73,7 @@ class BorrowedLayer(nn.Module):
             generator.set_state(torch.get_rng_state())
         self.init_adapters(generator)
 
-    def init_adapters(self, generator: torch.Generator) -> None:
-        for module in self.modules():
-            if isinstance(module, Adaptable):
-                module.init_adapters(generator)
+    init_adapters = init_adapters
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the cost by a run without memory, once per shape and kind of layer. Raises `ModelConfigError` if too long."""

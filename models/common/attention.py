@@ -24,7 +24,7 @@ from torchround.models.common.chunks import elements_at_once
 from torchround.models.common.keys_and_values import additive_mask, past_mask
 from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import Documents, attend_by_offsets, backward_scratch_bytes
-from torchround.models.common.primitives import RMSNorm, init_linear_, rotate
+from torchround.models.common.primitives import RMSNorm, init_part_, rotate
 from torchround.models.common.rope import Rope, rotation
 from torchround.models.common.sinks import attend_with_sinks
 from torchround.models.kernels.projections import Projection, project_all
@@ -82,18 +82,7 @@ class Attention(nn.Module):
         )  # [B, T, H, C]
         return keep("output", self.output, mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
 
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill linear weights as `init_linear_` does, norms with 1, biases and sinks with 0."""
-        for linear in (self.query, self.key, self.value):
-            init_linear_(linear.weight, generator)
-        init_linear_(self.output.weight, generator, output_scale)
-        for norm in (self.query_norm, self.key_norm):
-            if norm is not None:
-                norm.init_weights()
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name == "sinks" or name.endswith("bias"):
-                    parameter.zero_()
+    init_weights = init_part_
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str) -> LayerWork:
         """Count projections, and scores and mixing over all T^2 pairs (RoundPipe appendix B, equation 2).

@@ -34,7 +34,7 @@ from torchround.models.common.attention import Attention
 from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import MoE, balance_penalty
 from torchround.models.common.keys_and_values import KeysAndValues
-from torchround.models.common.lora import Adaptable
+from torchround.models.common.lora import init_adapters
 from torchround.models.common.loss import loss_work, token_loss_sum
 from torchround.models.common.primitives import init_embedding_, init_linear_, lookup
 
@@ -189,10 +189,7 @@ class Block(nn.Module):
         self.mlp.init_weights(generator, self.output_scale)
         self.init_adapters(generator)
 
-    def init_adapters(self, generator: torch.Generator) -> None:
-        for module in self.modules():
-            if isinstance(module, Adaptable):
-                module.init_adapters(generator)
+    init_adapters = init_adapters
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Add up the parts: FLOPs of RoundPipe's equation 2, activations of equation 1 and small fp32 tables.

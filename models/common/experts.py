@@ -22,7 +22,7 @@ from torchround.accelerators import PLANNED_KIND
 from torchround.keeping import joined, keep, passing
 from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
-from torchround.models.common.primitives import gated_product, init_linear_
+from torchround.models.common.primitives import gated_product, init_part_
 from torchround.models.kernels.grouped import RowGroups, stack_product
 
 # Of values, `pairs`, `rows` and `choices` (`Routes`): the values in another order.
@@ -83,9 +83,7 @@ class ExpertStack(Adaptable, ABC):
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         """Map rows `[R, D]` and their routing weights `[R]` fp32 to weighted outputs `[R, D]`."""
 
-    @abstractmethod
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill the stacks as `init_linear_` does; the projection back to the stream is scaled by `output_scale`."""
+    init_weights = init_part_
 
     @abstractmethod
     def matrix(self, stack: Tensor) -> Tensor:
@@ -186,11 +184,6 @@ class GatedExperts(ExpertStack):
 
     def _gate_up(self, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
         return self.product("gate", rows, routes), self.product("up", rows, routes)
-
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        init_linear_(self.gate, generator)
-        init_linear_(self.up, generator)
-        init_linear_(self.down, generator, output_scale)
 
     def matrix(self, stack: Tensor) -> Tensor:
         return stack.transpose(1, 2)  # [E, Z, A] -> [E, A, Z]

@@ -19,7 +19,7 @@ from torchround.models.common.decoder import ATTENTION_NAMES, BlockSettings, att
 from torchround.models.common.experts import ExpertStack, Routes
 from torchround.models.common.family import Family
 from torchround.models.common.feed_forward import MoE
-from torchround.models.common.primitives import RMSNorm, init_linear_, lookup_gradient
+from torchround.models.common.primitives import RMSNorm, lookup_gradient
 from torchround.models.gpt_oss.config import (
     FLAVORS,
     MODEL_TYPES,
@@ -90,14 +90,6 @@ class GptOssExperts(ExpertStack):
         mixed = keep("down", self.product, "down", product, routes)  # [R, F] -> [R, D]
         # The product holds the routing weight already; the bias still needs it.
         return WeightedBias.apply(mixed, self.down_bias, experts, weights)
-
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill the stacks as every `ExpertStack`; biases begin at 0."""
-        init_linear_(self.gate_up, generator)
-        init_linear_(self.down, generator, output_scale)
-        with torch.no_grad():
-            self.gate_up_bias.zero_()
-            self.down_bias.zero_()
 
     def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
         """Count gate and up with their biases, clamped, and gradients; or columns of the biases' gradients in fp32."""
