@@ -109,9 +109,6 @@ class GptOssExperts(ExpertStack):
         at_once = elements_at_once(2 * self.ffn_size * num_rows, device)
         return max(6 * at_once * element_bytes, 2 * 4 * num_rows * min(BIAS_COLUMNS, 2 * self.ffn_size))
 
-    def matrix(self, stack: Tensor) -> Tensor:
-        return stack
-
 
 class ClampedSwiGLU(torch.autograd.Function):
     """`(up + 1) * gate * sigmoid(alpha gate) * weight` with gate <= limit and |up| <= limit.

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from torchround.layer import HFNames, HFTensors, LayeredModel
-from torchround.models.borrowed.borrowed_experts import let_adapt
 from torchround.models.borrowed.borrowed_layers import (
     BorrowedBlock,
     BorrowedEmbedding,
@@ -101,7 +100,6 @@ class BorrowedFamily:
             hf_config.tie_word_embeddings = is_tied(whole)
         anatomy = take_apart(hf_config)
         model: Any = anatomy.model
-        let_adapt(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries, anatomy.places)
         shell.longest = longest_sequence(hf_config, anatomy.body)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
-from torchround.models.borrowed.recognised_parts import recognise
+from torchround.models.borrowed.recognised_parts import let_adapt, recognise
 from torchround.models.borrowed.shell import (
     BlockCall,
     Places,
@@ -242,6 +242,7 @@ def _build_on_meta(config: Any) -> nn.Module:
     with torch.device("meta"):
         model: Any = model_class._from_config(config, dtype=torch.float32)
     model.tie_weights()
+    let_adapt(model)
     lost = _settle_buffers(model)
     _check(not lost, f"transformers does not say how to fill the buffer {', '.join(lost[:1])}")
     for module in model.modules():

@@ -62,12 +62,13 @@ def count_layer(
         anyway = {
             one.untyped_storage()._cdata for one in (*parameters.values(), *shared_tensors(micro_batch))
         }
-        kept: dict[int, int] = {}
+        # Some are free again before the forward ends, and others may then have their addresses.
+        kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in anyway:
-                kept[storage._cdata] = storage.nbytes()
+                kept[storage] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -25,8 +25,8 @@ from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_part_
 from torchround.models.kernels.grouped import RowGroups, stack_product
 
-# Of values, `pairs`, `rows` and `choices` (`Routes`): the values in another order.
-Move = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# Of values, places and k: the values in another order.
+Move = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
 
 def combine(rows: Tensor, routes: Routes) -> Tensor:
     """Add up each token's k rows of `[R, D]` in fp32, to `[N, D]`."""
-    return _Moved.apply(rows, routes.pairs, routes.rows, routes.choices, _gather_sums, _spread)
+    return _Moved.apply(rows, routes.rows, routes.pairs, routes.choices, _gather_sums, _spread)
 
 
 def sort_pairs(values: Tensor, routes: Routes) -> Tensor:
     """Bring one number per pair, `[N, k]`, into the order of the rows, `[R]`."""
-    return _Moved.apply(values.flatten(), routes.pairs, routes.rows, routes.choices, _to_rows, _to_pairs)
+    return _Moved.apply(values.flatten(), routes.pairs, routes.rows, routes.choices, _take, _take)
 
 
 class ExpertStack(Adaptable, ABC):
@@ -85,9 +85,9 @@ class ExpertStack(Adaptable, ABC):
 
     init_weights = init_part_
 
-    @abstractmethod
     def matrix(self, stack: Tensor) -> Tensor:
         """View a stack, or the gradient of one, as `[E, A, Z]`."""
+        return stack if self.inputs_first else stack.transpose(1, 2)
 
     def inward(self, a: Tensor) -> Tensor:
         """View the adapters `<name>_lora_a`, or their gradient, as `[E, A, r]`."""
@@ -185,9 +185,6 @@ class GatedExperts(ExpertStack):
     def _gate_up(self, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
         return self.product("gate", rows, routes), self.product("up", rows, routes)
 
-    def matrix(self, stack: Tensor) -> Tensor:
-        return stack.transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
-
     def inward(self, a: Tensor) -> Tensor:
         return a.transpose(1, 2)
 
@@ -199,34 +196,30 @@ class GatedExperts(ExpertStack):
         return (num_experts, lora.rank, inputs), (num_experts, outputs, lora.rank)
 
 
-def _spread(tokens: Tensor, pairs: Tensor, _: Tensor, choices: int) -> Tensor:
+def _spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
     return tokens[pairs // choices]  # [N, D] -> [R, D]
 
 
-def _gather_sums(sorted_rows: Tensor, _: Tensor, rows: Tensor, choices: int) -> Tensor:
+def _gather_sums(sorted_rows: Tensor, rows: Tensor, choices: int) -> Tensor:
     by_token = sorted_rows[rows].unflatten(0, (-1, choices))  # [R, D] -> [N, k, D]
     return by_token.sum(dim=1, dtype=torch.float32).to(sorted_rows.dtype)
 
 
-def _to_rows(values: Tensor, pairs: Tensor, _: Tensor, __: int) -> Tensor:
-    return values[pairs]
-
-
-def _to_pairs(values: Tensor, _: Tensor, rows: Tensor, __: int) -> Tensor:
-    return values[rows]
+def _take(values: Tensor, places: Tensor, _: int) -> Tensor:
+    return values[places]
 
 
 class _Moved(torch.autograd.Function):
-    """`move` of some values, and `back` of their gradient: a gather too, because the inverse permutation is known."""
+    """`move` by `places`, and `back` by their inverse: a gather too, so that nothing is scattered."""
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor, choices: int, move: Move, back: Move
+        ctx: Any, values: Tensor, places: Tensor, inverse: Tensor, choices: int, move: Move, back: Move
     ) -> Tensor:
-        ctx.save_for_backward(pairs, rows)
+        ctx.save_for_backward(inverse)
         ctx.choices, ctx.back = choices, back
-        return move(values, pairs, rows, choices)
+        return move(values, places, choices)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(grads[0], *ctx.saved_tensors, ctx.choices), None, None, None, None, None
