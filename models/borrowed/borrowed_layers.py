@@ -76,13 +76,22 @@ class BorrowedLayer(nn.Module):
     init_adapters = init_adapters
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost by a run without memory, once per shape and kind of layer. Raises `ModelConfigError` if too long."""
-        if self.longest is not None and tokens > self.longest:
-            assert self.shell.longest is not None, "it says why there is a limit"
+        """Count the cost by a run without memory, once per shape and kind of layer. Raises `ModelConfigError` if too long.
+
+        The cost of a long sequence in a block that may loop over its tokens is found from shorter ones.
+        """
+        if self.shell.longest is not None and tokens > self.shell.longest[0]:
+            most, reason = self.shell.longest
             raise ModelConfigError(
-                f"sequences of {tokens} tokens: this model takes {self.longest}, because {self.shell.longest[1]}; "
-                f"legal: training.seq_len up to {self.longest}"
+                f"sequences of {tokens} tokens: this model takes {most}, because {reason}; "
+                f"legal: training.seq_len up to {most}"
             )
+        if getattr(self, "alone", False) and tokens > COUNTED_LENGTHS[-1]:
+            works = [self._counted(batch, length, element_bytes, device) for length in COUNTED_LENGTHS]
+            return extrapolate(works, COUNTED_LENGTHS, tokens)
+        return self._counted(batch, tokens, element_bytes, device)
+
+    def _counted(self, batch: int, tokens: int, element_bytes: int, device: str) -> LayerWork:
         key = (kind_of(self.core), batch, tokens, element_bytes, device)
         if key not in self.shell.counted:
             with as_if_on(device):
@@ -115,17 +124,6 @@ class BorrowedBlock(BorrowedLayer):
         self.width, self.index = shell.width, index
         self.entries, self.alone = anatomy.entries, anatomy.alone[index]
         self.never_compiled = self.alone or not (anatomy.places and anatomy.places[index])
-
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost as other layers do, of long sequences in a block that may loop over its tokens from shorter ones."""
-        is_legal = self.longest is None or tokens <= self.longest
-        if not (self.alone and is_legal and tokens > COUNTED_LENGTHS[-1]):
-            return super().work(batch, tokens, element_bytes, device)
-        return extrapolate(
-            [super(BorrowedBlock, self).work(batch, n, element_bytes, device) for n in COUNTED_LENGTHS],
-            COUNTED_LENGTHS,
-            tokens,
-        )
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:

@@ -28,6 +28,7 @@ from torchround.models.borrowed.shell import (
     kind_of,
     with_modules,
 )
+from torchround.models.common.attention import allowed_pairs
 from torchround.models.common.config import ModelConfigError
 
 OLDEST = "5.20"
@@ -471,8 +472,7 @@ def keeps_documents_apart(block: nn.Module, call: BlockCall, positions: Tensor) 
     mixes = any(isinstance(module, nn.Conv1d) for module in block.modules()) or any(
         name.rpartition(".")[2] in RECURRENT for name, _ in block.named_parameters()
     )
-    documents = (positions == 0).cumsum(1)
-    legal = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # [B, 1, T, T]
+    legal = allowed_pairs((positions == 0).cumsum(1))
     masks = [one for one in call.tensors() if one.ndim == 4 and one.shape[-1] == one.shape[-2]]
     allowed = [mask if mask.dtype == torch.bool else mask > MASKED for mask in masks]
     return bool(

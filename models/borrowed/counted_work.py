@@ -270,35 +270,17 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
     return not places or any(args[index] for index in places if index < len(args))
 
 
-def _product_of_rows(rows: Tensor, weights: Tensor, *_: Any) -> float:
-    return 2.0 * rows.numel() * weights.shape[2]
-
-
-def _gradient_of_stack(rows: Tensor, grad: Tensor, *_: Any) -> float:
-    return 2.0 * rows.numel() * grad.shape[1]
-
-
-def _attention_of_documents(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> float:
-    """Count all pairs of each sequence's tokens, as in our own families: `[N, H, C]`, of sequences as long as the longest."""
-    longest = others[2]
-    return 4.0 * query.numel() * longest
-
-
-def _gradient_of_attention(grad: Tensor, query: Tensor, *others: Any) -> float:
-    longest = others[6]
-    return 8.0 * query.numel() * longest
-
-
 def _scratch_of_attention(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
     longest, (rows, heads, channels) = others[5], query.shape
     return backward_scratch_bytes(max(1, rows // longest), longest, heads, key.shape[1], channels)
 
 
+# Of attention all pairs of each sequence's tokens count, as in our own families: of sequences as long as the longest.
 _FORMULAS: Mapping[str, Callable[..., float]] = {
-    "torchround::grouped_rows": _product_of_rows,
-    "torchround::grouped_product": _product_of_rows,
-    "torchround::grouped_gradient_": _gradient_of_stack,
-    "torchround::grouped_product_gradient": _gradient_of_stack,
-    "aten::_flash_attention_forward": _attention_of_documents,
-    "aten::_flash_attention_backward": _gradient_of_attention,
+    "torchround::grouped_rows": lambda rows, weights, *_: 2.0 * rows.numel() * weights.shape[2],
+    "torchround::grouped_product": lambda rows, weights, *_: 2.0 * rows.numel() * weights.shape[2],
+    "torchround::grouped_gradient_": lambda rows, grad, *_: 2.0 * rows.numel() * grad.shape[1],
+    "torchround::grouped_product_gradient": lambda rows, grad, *_: 2.0 * rows.numel() * grad.shape[1],
+    "aten::_flash_attention_forward": lambda query, *others: 4.0 * query.numel() * others[4],
+    "aten::_flash_attention_backward": lambda grad, query, *others: 8.0 * query.numel() * others[6],
 }

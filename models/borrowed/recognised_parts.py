@@ -26,7 +26,7 @@ from torchround.keeping import keep
 from torchround.models.borrowed.compiled_core import take_numbers
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
-from torchround.models.common.attention import attend
+from torchround.models.common.attention import allowed_pairs, attend
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.packed_attention import Documents
 from torchround.models.common.primitives import gated_product
@@ -322,7 +322,7 @@ def _compared_places(config: Any, body: Any, shell: Shell, positions: Tensor, hi
     for probed, theirs, ours in zip(small, masked, plain, strict=True):
         for place, mask, other in zip(probed, theirs, ours, strict=True):
             is_place = isinstance(place, MaskPlace)
-            wanted = _mask_of(positions, place.window) if is_place else other
+            wanted = allowed_pairs((positions == 0).cumsum(1), place.window) if is_place else other
             same = torch.equal(mask, wanted) if isinstance(mask, Tensor) else mask == wanted
             if not same or (is_place and other is not None):
                 raise NotRecognised("its masks are not those of documents and windows")
@@ -330,13 +330,6 @@ def _compared_places(config: Any, body: Any, shell: Shell, positions: Tensor, hi
         {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, MaskPlace)}
         for leaves in calls(PROBE, {})
     )
-
-
-def _mask_of(positions: Tensor, window: int | None) -> Tensor:
-    """Make `[B, 1, T, T]`: pairs of a token and an earlier one of its document, fewer than `window` before it."""
-    documents = (positions == 0).cumsum(1)
-    mask = (documents[:, :, None] == documents[:, None, :]).tril()
-    return (mask if window is None else mask.triu(1 - window))[:, None]
 
 
 # A linear layer by its path, and whether attention was called before it.
@@ -402,7 +395,7 @@ def _compare_attention(call: AttentionCall) -> None:
         results: list[list[Tensor]] = []
         for function, mask in (
             (attend_documents, MaskPlace(window, documents)),
-            (sdpa_attention_forward, _mask_of(positions, window)),
+            (sdpa_attention_forward, allowed_pairs(documents.ids, window)),
         ):
 
             def run(function: Any = function, mask: Any = mask) -> Tensor:

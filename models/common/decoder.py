@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,9 @@ from torchround.layer import (
     renamed,
 )
 from torchround.models.common import chunks
-from torchround.models.common.attention import Attention
+from torchround.models.common.attention import Attention, KeysAndValues
 from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import MoE, balance_penalty
-from torchround.models.common.keys_and_values import KeysAndValues
 from torchround.models.common.lora import init_adapters
 from torchround.models.common.loss import loss_work, token_loss_sum
 from torchround.models.common.primitives import init_embedding_, init_linear_, lookup
@@ -102,24 +101,15 @@ GATED_MLP_NAMES: Mapping[str, HFTensors] = MappingProxyType(
 )
 
 
-def attention_maker(
-    config: TransformerConfig,
-    *,
-    bias: bool = False,
-    qk_norm_eps: float | None = None,
-    sinks: bool = False,
-    window: int | None = None,
-) -> Callable[[int], Attention]:
+def attention_maker(config: TransformerConfig, **settings: Any) -> Callable[[int], Attention]:
+    """Make the maker of an attention of these sizes, with other `settings` of `Attention`."""
     return partial(
         Attention,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         rope=config.rope,
-        bias=bias,
-        qk_norm_eps=qk_norm_eps,
-        sinks=sinks,
-        window=window,
+        **settings,
     )
 
 
