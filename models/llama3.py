@@ -43,17 +43,9 @@ def _released(
     layers: int, hidden: int, heads: int, head_dim: int, ffn: int, stretch: float = 0.0, kv_heads: int = 8
 ) -> TransformerConfig:
     # All released sizes have 8 kv heads, a vocabulary of 128256 and theta 500000; since 3.1 a RoPE factor (stretch).
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_size=ffn,
-        vocab_size=128256,
-        rope=Rope(500000.0, Llama3Scaling(stretch) if stretch else None),
-        max_positions=131072 if stretch else 8192,
-    )
+    rope = Rope(500000.0, Llama3Scaling(stretch) if stretch else None)
+    positions = 131072 if stretch else 8192
+    return TransformerConfig(layers, hidden, heads, kv_heads, head_dim, ffn, 128256, rope, positions)
 
 
 def _debug(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:

@@ -93,20 +93,8 @@ def _released(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool, moe: MoEShape | None = None
 ) -> Qwen3Config:
     # All released sizes have heads of 128, a vocabulary of 151936, theta 10^6 and 40960 positions.
-    return Qwen3Config(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        ffn_size=ffn,
-        vocab_size=151936,
-        rope=Rope(1000000.0),
-        max_positions=40960,
-        norm_eps=1e-6,
-        tied_embeddings=tied,
-        moe=moe,
-    )
+    rope = Rope(1000000.0)
+    return Qwen3Config(layers, hidden, heads, kv_heads, 128, ffn, 151936, rope, 40960, 1e-6, tied, moe)
 
 
 # Vocabulary of 260: 256 bytes and 4 special tokens; the tokenizer's own size replaces it. 1.1 M parameters.

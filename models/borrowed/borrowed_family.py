@@ -1,8 +1,9 @@
-"""The family of all decoders of `transformers`: a config.json, and the layers that a model of it is cut into."""
+"""The family of all decoders of `transformers`: a config.json, the layers that a model is cut into, and its names in files."""
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchround.layer import HFNames, LayeredModel
-from torchround.models.borrowed.borrowed_experts import let_adapt
+from torchround.layer import HFNames, HFTensors, LayeredModel
 from torchround.models.borrowed.borrowed_layers import (
     BorrowedBlock,
     BorrowedEmbedding,
@@ -27,7 +27,6 @@ from torchround.models.borrowed.construction import (
     refuse,
     take_apart,
 )
-from torchround.models.borrowed.file_names import names_in_folder
 from torchround.models.borrowed.shell import Shell
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.family import FolderNames
@@ -48,15 +47,11 @@ class BorrowedConfig:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A borrowed model as layers, and the whole model of `transformers` with the name of each stored parameter there.
-
-    `others` are the names there that no layer has: a tower of pictures or sound.
-    """
+    """A borrowed model as layers, the whole model of `transformers`, and the names of its parameters."""
 
     whole: nn.Module
     layers: LayeredModel
-    module_names: Mapping[str, str]
-    others: frozenset[str]
+    names: "ReleasedNames"
 
 
 class BorrowedFamily:
@@ -66,6 +61,8 @@ class BorrowedFamily:
     flavors: Mapping[str, BorrowedConfig] = MappingProxyType({})
     # It reads every type that fits; a type that one of our own families reads runs faster there.
     hf_model_types: tuple[str, ...] = ()
+    # Of the config that was cut last: to cut a model again takes its checks again.
+    _latest: "tuple[BorrowedConfig, ReleasedNames] | None" = None
 
     def config_from_hf(self, content: Mapping[str, Any]) -> BorrowedConfig:
         """Read the content of a `config.json`. Raises `ModelConfigError`."""
@@ -85,7 +82,6 @@ class BorrowedFamily:
         return dict(config.content)
 
     def config_from_flavor(self, *_: Any, **__: Any) -> BorrowedConfig:
-        """Refuse: a borrowed model has neither flavors nor shapes. Raises `ModelConfigError`."""
         raise ModelConfigError(
             f"{NAME} has no sizes of its own; give model.hf_path, a folder with a config.json"
         )
@@ -93,7 +89,6 @@ class BorrowedFamily:
     config_from_shape = config_from_flavor
 
     def build(self, config: BorrowedConfig) -> LayeredModel:
-        """Build the layers on `meta`; only the constant buffers take memory. Raises `ModelConfigError`."""
         return self.cut(config).layers
 
     def cut(self, config: BorrowedConfig) -> CutModel:
@@ -105,7 +100,6 @@ class BorrowedFamily:
             hf_config.tie_word_embeddings = is_tied(whole)
         anatomy = take_apart(hf_config)
         model: Any = anatomy.model
-        let_adapt(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries, anatomy.places)
         shell.longest = longest_sequence(hf_config, anatomy.body)
@@ -126,31 +120,156 @@ class BorrowedFamily:
         wide = _kept_wide(model, own)
         cut = LayeredModel(tuple(layers), tuple(layers.values()), own_dtypes=wide)
         if whole is None:
-            return CutModel(model, cut, MappingProxyType(own), frozenset())
-        places = names_in_whole(whole, anatomy)
-        own = {stored: places[name] for stored, name in own.items()}
-        others = frozenset(whole.state_dict().keys() - places.values())
-        return CutModel(whole, cut, MappingProxyType(own), others)
+            names_of_all = ReleasedNames(model, own)
+        else:
+            places = names_in_whole(whole, anatomy)
+            others = frozenset(whole.state_dict().keys() - places.values())
+            names_of_all = ReleasedNames(
+                whole, {stored: places[name] for stored, name in own.items()}, others
+            )
+        self._latest = config, names_of_all
+        return CutModel(model if whole is None else whole, cut, names_of_all)
+
+    def _names(self, config: BorrowedConfig) -> "ReleasedNames":
+        if self._latest is not None and self._latest[0] == config:
+            return self._latest[1]
+        return self.cut(config).names
 
     def module_names(self, config: BorrowedConfig) -> HFNames:
         """Map each stored parameter to its name in the model of `transformers`."""
-        return dict(self.cut(config).module_names)
+        return dict(self._names(config).own)
 
-    def hf_names(self, config: BorrowedConfig) -> HFNames:
-        """Map each stored parameter to a tensor of its own name. Files may hold it in parts (`names_in_folder`)."""
-        return self.module_names(config)
+    # Files may hold a parameter in parts (`names_in_folder`).
+    hf_names = module_names
 
     def names_in_folder(self, config: BorrowedConfig, tensors: Collection[str]) -> FolderNames:
-        """Map each stored parameter to those `tensors` of a folder that hold it. Raises `ModelConfigError`."""
-        cut = self.cut(config)
-        return names_in_folder(cut.whole, cut.module_names, tensors, cut.others)
+        return self._names(config).in_folder(tensors)
 
 
 def _kept_wide(model: Any, own: Mapping[str, str]) -> dict[str, torch.dtype]:
-    """Return the stored names of the parameters with which transformers computes in fp32 in every model."""
+    """Name the stored parameters with which transformers computes in fp32 in every model."""
     parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     pattern = re.compile("|".join(rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts))
     return {stored: torch.float32 for stored, name in own.items() if parts and pattern.search(name)}
+
+
+# The joins that are read in place: operation and dimension, in the order in which the loader applies them.
+STACK = (("MergeModulelist", 0),)
+STACK_OF_JOINS = (("MergeModulelist", 0), ("Concatenate", 1))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of a file: its name, and the converter and the pattern that it matched, if it needs one."""
+
+    name: str
+    converter: Any = None
+    pattern: str | None = None
+
+
+class ReleasedNames:
+    """The names of a borrowed model's parameters in files, by the conversion tables of `transformers`.
+
+    Files name and cut tensors as they did when a family was first released: experts one by one, gate and up apart. The
+    modules of `transformers` have moved on since. Its loader renames and joins tensors by a table of each family. The same
+    tables are read here, so files old and new are read in place, and an export has the names of its base's files. Two kinds of
+    joins can be read in place: experts that are stacked (`MergeModulelist`), and stacked pairs that are joined along their
+    rows (`Concatenate`). A family that needs another kind is refused by name.
+
+    `model` is the whole model of `transformers` on `meta`, which may change afterwards. `own` maps stored names to the
+    model's own. `others` are its names of what is not trained: a tower of pictures or sound.
+    """
+
+    def __init__(self, model: Any, own: Mapping[str, str], others: Collection[str] = ()) -> None:
+        from transformers import conversion_mapping, core_model_loading
+
+        self.own, self.others = own, others
+        transforms = conversion_mapping.get_model_conversion_mapping(model)
+        self._converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
+        self._renamings = [one for one in transforms if isinstance(one, core_model_loading.WeightRenaming)]
+        self._known, self._prefix = model.state_dict(), model.base_model_prefix
+        self._tied = set(getattr(model, "all_tied_weights_keys", {})) - set(own.values())
+        self._unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        # Constant tables in old files that no parameter needs and the loader of `transformers` drops.
+        tables = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+        buffers = [name for name, _ in model.named_buffers()]
+        self._tables = [
+            pattern for end, pattern in tables.items() if any(name.endswith(end) for name in buffers)
+        ]
+
+    def in_folder(self, tensors: Collection[str]) -> FolderNames:
+        """Map each stored parameter to the `tensors` of a folder that hold it, as the loader of `transformers` would.
+
+        A parameter that the folder lacks keeps the model's own name. Tensors of `others`, and those that the model's class
+        tells the loader to leave out (heads for several tokens), are carried. Copies of a tied parameter and tables of
+        rotations are redundant. Raises `ModelConfigError` for a join that is not read in place.
+        """
+        found, left = self._sources(tensors)
+        names = {
+            stored: self._names_of(name, found.get(name, [])) or name for stored, name in self.own.items()
+        }
+        copies = {source.name for name in self._tied for source in found.get(name, [])}
+        carried = {source.name for name in self.others for source in found.get(name, [])} - copies
+        carried |= _matching(self._unexpected, left)
+        return FolderNames(
+            names, frozenset(copies | _matching(self._tables, left) - carried), frozenset(carried)
+        )
+
+    def _sources(self, tensors: Collection[str]) -> tuple[dict[str, list[_Source]], set[str]]:
+        """Sort tensors by the parameter that each belongs to. The others are returned too."""
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        known, prefix = self._known, self._prefix
+        found: dict[str, list[_Source]] = defaultdict(list)
+        left = set()
+        # Experts must come in the order of their numbers.
+        for tensor in sorted(tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(tensor, self._renamings, self._converters, prefix, known)
+            if name not in known and tensor in known:
+                # A file of a newer release holds the model's own name, which a rule for older ones has changed.
+                name, pattern = rename_source_key(tensor, [], [], prefix, known)
+            if name in known:
+                converter = None if pattern is None else by_pattern[pattern]
+                found[name].append(_Source(tensor, converter, pattern))
+            else:
+                left.add(tensor)
+        return found, left
+
+    def _names_of(self, name: str, sources: Sequence[_Source]) -> HFTensors | None:
+        """Find the tensors of one parameter in the form in which they are joined; None if some are missing."""
+        if not sources:
+            return None
+        converter = sources[0].converter
+        if converter is None:
+            return sources[0].name
+        kind = tuple(_kind(operation) for operation in converter.operations)
+        if kind not in (STACK, STACK_OF_JOINS):
+            operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+            raise ModelConfigError(
+                f"the files hold {name} as {sources[0].name} and {len(sources) - 1} more, to be joined by {operations}, which torchround does not do "
+                "while it reads; legal: what transformers makes of the folder with "
+                "AutoModelForCausalLM.from_pretrained(..).save_pretrained(NEW_FOLDER, save_original_format=False)"
+            )
+        by_pattern = {
+            pattern: [source.name for source in sources if source.pattern == pattern]
+            for pattern in converter.source_patterns
+        }
+        num_experts = self._known[name].shape[0]
+        if any(len(some) != num_experts for some in by_pattern.values()):
+            return None
+        # One entry for each expert: its tensor, or its gate and its up.
+        entries = tuple(zip(*by_pattern.values(), strict=True))
+        return entries if len(by_pattern) > 1 else tuple(name for (name,) in entries)
+
+
+def _kind(operation: Any) -> tuple[str, Any]:
+    is_sharded = getattr(operation, "num_shards_attribute", None) is not None
+    return type(operation).__name__, None if is_sharded else getattr(operation, "dim", None)
+
+
+def _matching(patterns: Collection[str], tensors: Collection[str]) -> set[str]:
+    return {tensor for tensor in tensors if any(re.search(pattern, tensor) for pattern in patterns)}
 
 
 TRANSFORMERS = BorrowedFamily()

@@ -23,11 +23,12 @@ from torchround.models.borrowed.counted_work import count_layer, count_logits, e
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
 from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
-from torchround.models.common.lora import Adaptable
+from torchround.models.common.lora import init_adapters
 from torchround.models.common.loss import (
+    Gradients,
     chunk_tokens,
     loss_with_gradients,
-    loss_workspace_bytes,
+    loss_work,
     token_loss_sum,
 )
 from torchround.models.common.packed_attention import Documents
@@ -59,7 +60,6 @@ class BorrowedLayer(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a sequence; None if there is no limit."""
         return None if self.shell.longest is None else self.shell.longest[0]
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -73,19 +73,25 @@ class BorrowedLayer(nn.Module):
             generator.set_state(torch.get_rng_state())
         self.init_adapters(generator)
 
-    def init_adapters(self, generator: torch.Generator) -> None:
-        for module in self.modules():
-            if isinstance(module, Adaptable):
-                module.init_adapters(generator)
+    init_adapters = init_adapters
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost by a run without memory, once per shape and kind of layer. Raises `ModelConfigError` if too long."""
-        if self.longest is not None and tokens > self.longest:
-            assert self.shell.longest is not None, "it says why there is a limit"
+        """Count the cost by a run without memory, once per shape and kind of layer. Raises `ModelConfigError` if too long.
+
+        The cost of a long sequence in a block that may loop over its tokens is found from shorter ones.
+        """
+        if self.shell.longest is not None and tokens > self.shell.longest[0]:
+            most, reason = self.shell.longest
             raise ModelConfigError(
-                f"sequences of {tokens} tokens: this model takes {self.longest}, because {self.shell.longest[1]}; "
-                f"legal: training.seq_len up to {self.longest}"
+                f"sequences of {tokens} tokens: this model takes {most}, because {reason}; "
+                f"legal: training.seq_len up to {most}"
             )
+        if getattr(self, "alone", False) and tokens > COUNTED_LENGTHS[-1]:
+            works = [self._counted(batch, length, element_bytes, device) for length in COUNTED_LENGTHS]
+            return extrapolate(works, COUNTED_LENGTHS, tokens)
+        return self._counted(batch, tokens, element_bytes, device)
+
+    def _counted(self, batch: int, tokens: int, element_bytes: int, device: str) -> LayerWork:
         key = (kind_of(self.core), batch, tokens, element_bytes, device)
         if key not in self.shell.counted:
             with as_if_on(device):
@@ -119,17 +125,6 @@ class BorrowedBlock(BorrowedLayer):
         self.entries, self.alone = anatomy.entries, anatomy.alone[index]
         self.never_compiled = self.alone or not (anatomy.places and anatomy.places[index])
 
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost as other layers do, of long sequences in a block that may loop over its tokens from shorter ones."""
-        is_legal = self.longest is None or tokens <= self.longest
-        if not (self.alone and is_legal and tokens > COUNTED_LENGTHS[-1]):
-            return super().work(batch, tokens, element_bytes, device)
-        return extrapolate(
-            [super(BorrowedBlock, self).work(batch, n, element_bytes, device) for n in COUNTED_LENGTHS],
-            COUNTED_LENGTHS,
-            tokens,
-        )
-
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:
             call = self.shell.calls_of(hidden, micro_batch)[self.index]
@@ -141,7 +136,7 @@ class BorrowedBlock(BorrowedLayer):
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
     def code(self) -> nn.Module:
-        """Return what the engine compiles in the block's place: its core, called with tensors alone."""
+        """Make what the engine compiles in the block's place: its core, called with tensors alone."""
         assert self.width is not None, "only the first layer has none"
         calls = self.shell.calls(torch.ones((1, 2, self.width)), torch.arange(2)[None])
         made = core_of_tensors(self.core, calls[self.index], self.entries)
@@ -149,7 +144,6 @@ class BorrowedBlock(BorrowedLayer):
         return made
 
     def code_inputs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the tensors that `code` is called with."""
         return hidden, *self.shell.calls_of(hidden, micro_batch)[self.index].tensors()
 
     def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
@@ -197,42 +191,32 @@ class BorrowedHead(BorrowedLayer):
             tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
             flops, vocab = count_logits(self, num_tokens, width, element_bytes)
         flops -= tail.forward_flops
-        trained = any(weight.requires_grad for weight in self._weights())
-        scratch = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device)
+        weights = [weight for weight in self._weights() if weight.requires_grad]
+        loss = loss_work(num_tokens, vocab, width, element_bytes, bool(weights), device)
         # The gradient of the states, beside the one that is kept, while the backward multiplies it.
-        scratch += num_tokens * width * element_bytes
+        scratch = loss.workspace_bytes + num_tokens * width * element_bytes
         if self.projection is None:
             # Autograd keeps each step from the products to the loss, and makes a chunk's whole gradient of the weight.
             scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
-            scratch += (
-                sum(weight.numel() for weight in self._weights() if weight.requires_grad) * element_bytes
-            )
-        loss = LayerWork(
-            products=(Products(flops, 0.0 if trained else flops, "head"),),
-            # The gradient that the loss computes in its forward and keeps for its input.
-            activation_bytes=num_tokens * width * element_bytes,
-            boundary_bytes=4,
-            workspace_bytes=scratch,
-        )
-        return replace(tail, boundary_bytes=0) + loss
+            scratch += sum(weight.numel() for weight in weights) * element_bytes
+        products = Products(flops, 0.0 if weights else flops, "head")
+        return replace(tail, boundary_bytes=0) + replace(loss, products=(products,), workspace_bytes=scratch)
 
     def _weights(self) -> list[nn.Parameter]:
-        """Return the parameters that make the logits from the body's output."""
+        """List the parameters that make the logits from the body's output."""
         own = self.core.named_parameters()
         return [weight for name, weight in own if name.split(".")[0] not in self.tail]
 
     def after_blocks(self, hidden: Tensor) -> Tensor:
-        """Return what the body returns, from the last block's output."""
         for name in self.tail:
             hidden = self.core.get_submodule(name)(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all logits at once, `[B, T, V]`, from the last block's output: never for training."""
         return self.project(self.after_blocks(hidden))
 
     def project(self, states: Tensor) -> Tensor:
-        """Return the logits `[B, T, V]` of the body's output `[B, T, D]`, in its dtype."""
+        """Compute the logits `[B, T, V]` of the body's output `[B, T, D]`, in its dtype."""
         found: Tensor = self.core(inputs_embeds=states, use_cache=False).logits
         return found
 
@@ -253,24 +237,23 @@ def any_loss_sum(
     `logits_of` maps `[1, n, D]` to `[1, n, V]` and may use only `weights`. `hidden` is `[N, D]`, `labels` `[N]` int64.
     `loss_factor` as in `token_loss_sum`.
     """
-
-    compute = partial(_losses_and_gradients, logits_of, hidden, labels, weights, step)
-    return loss_with_gradients(compute, loss_factor, hidden, *weights)
+    trained = [weight for weight in weights if weight.requires_grad]
+    compute = partial(_losses_and_gradients, logits_of, hidden, labels, trained, step)
+    return loss_with_gradients(compute, loss_factor, hidden, *trained)
 
 
 def _losses_and_gradients(
     logits_of: Callable[[Tensor], Tensor],
     hidden: Tensor,
     labels: Tensor,
-    weights: Sequence[Tensor],
+    trained: Sequence[Tensor],
     step: int,
     wants: Sequence[bool],
     factor: float,
-) -> tuple[Tensor, list[Tensor | None]]:
-    wanted = [weight for weight, is_wanted in zip(weights, wants[1:], strict=True) if is_wanted]
+) -> tuple[Tensor, Gradients]:
     # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
-    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in wanted]
-    of_hidden = torch.empty_like(hidden) if any(wants) else None
+    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained] if any(wants) else []
+    of_hidden = torch.empty_like(hidden)
     losses = []
     for start in range(0, len(labels), step):
         rows = slice(start, start + step)
@@ -279,15 +262,11 @@ def _losses_and_gradients(
             logits = logits_of(chunk[None])[0].float()
             loss = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="sum")
         losses.append(loss.detach())
-        if of_hidden is not None:
+        if any(wants):
             given = torch.full_like(loss, factor)
-            of_hidden[rows], *found = torch.autograd.grad(loss, [chunk, *wanted], given, allow_unused=True)
+            of_hidden[rows], *found = torch.autograd.grad(loss, [chunk, *trained], given, allow_unused=True)
             for total, grad in zip(totals, found, strict=True):
                 if grad is not None:
                     total += grad
         del logits, loss
-    left = iter(totals)
-    return torch.stack(losses).sum(), [
-        of_hidden,
-        *(next(left) if is_wanted else None for is_wanted in wants[1:]),
-    ]
+    return torch.stack(losses).sum(), [of_hidden, *totals]

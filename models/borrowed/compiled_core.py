@@ -74,7 +74,7 @@ class CoreOfTensors(nn.Module):
 
 
 def core_of_tensors(core: nn.Module, call: BlockCall, entries: int) -> Any:
-    """Return a twin of `core` that is called as in `CoreOfTensors`, and otherwise as in `call`."""
+    """Make a twin of `core` that is called as in `CoreOfTensors`, and otherwise as in `call`."""
     twin = with_modules(core, {})
     twin._modules.pop("shell", None)  # a child of the layer, which shares its children with the core
     kind: Any = type(core)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
-from torchround.models.borrowed.recognised_parts import recognise
+from torchround.models.borrowed.recognised_parts import let_adapt, recognise
 from torchround.models.borrowed.shell import (
     BlockCall,
     Places,
@@ -28,6 +28,7 @@ from torchround.models.borrowed.shell import (
     kind_of,
     with_modules,
 )
+from torchround.models.common.attention import allowed_pairs
 from torchround.models.common.config import ModelConfigError
 
 OLDEST = "5.20"
@@ -114,7 +115,7 @@ def _transformers() -> Any:
 
 
 def _causal_class(config: Any, has_whole: bool) -> Any:
-    """Return the causal language model of a text config; None if `transformers` has none.
+    """Find the causal language model of a text config; None if `transformers` has none.
 
     It has none of some text models that a release wraps (Qwen's VL). With `has_whole` such a body gets a head without bias.
     """
@@ -236,12 +237,13 @@ def is_tied(model: Any) -> bool:
 
 
 def _build_on_meta(config: Any) -> nn.Module:
-    """Return the causal language model of `transformers` for `config`: parameters on `meta`, buffers with their values."""
+    """Build the causal language model of `transformers` for `config`: parameters on `meta`, buffers with their values."""
     model_class = _causal_class(config, has_whole=True)
     assert model_class is not None, "read_config has refused a config without one"
     with torch.device("meta"):
         model: Any = model_class._from_config(config, dtype=torch.float32)
     model.tie_weights()
+    let_adapt(model)
     lost = _settle_buffers(model)
     _check(not lost, f"transformers does not say how to fill the buffer {', '.join(lost[:1])}")
     for module in model.modules():
@@ -286,7 +288,7 @@ def _made_by(model: Any, module: nn.Module, buffers: Mapping[str, Tensor], fill:
 
 
 def longest_sequence(config: Any, body: nn.Module) -> tuple[int, str] | None:
-    """Return the most tokens of a sequence that the body is right for, and what limits them; None if nothing does.
+    """Find the most tokens of a sequence that the body is right for, and what limits them; None if nothing does.
 
     The rotations of `longrope` change, for a whole batch, with its first longer document. A table with a row for each
     position has no row for a later one.
@@ -353,7 +355,6 @@ def take_apart(config: Any) -> Anatomy:
 
 
 def _find_blocks(model: Any) -> tuple[str, Any, str]:
-    """Return the name of the body, the body, and the name of its one list of blocks."""
     body_name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
     body = getattr(model, body_name, None)
     _check(isinstance(body, nn.Module), f"it has no body under the name {body_name!r}")
@@ -464,15 +465,14 @@ def _check_arguments(calls: Sequence[BlockCall], others: Sequence[BlockCall]) ->
 
 
 def keeps_documents_apart(block: nn.Module, call: BlockCall, positions: Tensor) -> bool:
-    """Return whether a block that is called like this on positions `[B, T]` never looks into another document.
+    """Check whether a block that is called like this on positions `[B, T]` never looks into another document.
 
     It has to get a mask that allows no such pair of tokens, and no part that mixes neighbours by other means.
     """
     mixes = any(isinstance(module, nn.Conv1d) for module in block.modules()) or any(
         name.rpartition(".")[2] in RECURRENT for name, _ in block.named_parameters()
     )
-    documents = (positions == 0).cumsum(1)
-    legal = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # [B, 1, T, T]
+    legal = allowed_pairs((positions == 0).cumsum(1))
     masks = [one for one in call.tensors() if one.ndim == 4 and one.shape[-1] == one.shape[-2]]
     allowed = [mask if mask.dtype == torch.bool else mask > MASKED for mask in masks]
     return bool(
@@ -500,7 +500,7 @@ def _num_entries(block: nn.Module, index: int, hidden: Tensor, call: BlockCall) 
 
 
 def _chain(steps: Sequence[Step], output: Any, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules between the last block and the body's output.
+    """List the modules between the last block and the body's output.
 
     From the first block on the body has to be a chain, in which each module gets the result of the one before it.
     """
@@ -526,7 +526,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _projection(model: Any, body_name: str, output_class: type, width: int) -> str | None:
-    """Return the name of the linear layer whose output is the logits as they are; None if there is none."""
+    """Name the linear layer whose output is the logits as they are; None if there is none."""
     last = model.get_output_embeddings()
     name = next((name for name, child in model.named_children() if child is last), None)
     if type(last) is not nn.Linear or last.bias is not None:

@@ -62,12 +62,13 @@ def count_layer(
         anyway = {
             one.untyped_storage()._cdata for one in (*parameters.values(), *shared_tensors(micro_batch))
         }
-        kept: dict[int, int] = {}
+        # Some are free again before the forward ends, and others may then have their addresses.
+        kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in anyway:
-                kept[storage._cdata] = storage.nbytes()
+                kept[storage] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -151,7 +152,7 @@ def _parts(
 
 
 def count_logits(head: nn.Module, num_tokens: int, width: int, element_bytes: int) -> tuple[float, int]:
-    """Return the FLOPs of a head's logits from hidden states of this width, and its vocabulary."""
+    """Count the FLOPs of a head's logits from hidden states of this width, and its vocabulary."""
     with no_memory() as meter, torch.no_grad():
         hidden = torch.empty((num_tokens, 1, width), dtype=DTYPES[element_bytes])
         ids = torch.zeros((num_tokens, 1), dtype=torch.int64)
@@ -230,7 +231,7 @@ def no_memory() -> Iterator[Meter]:
 
 
 def fake_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a leaf without memory for each parameter, in `dtype`, trained if the parameter is. Inside `no_memory`."""
+    """Make a leaf without memory for each parameter, in `dtype`, trained if the parameter is. Inside `no_memory`."""
     return {
         name: torch.empty(parameter.shape, dtype=dtype).requires_grad_(parameter.requires_grad)
         for name, parameter in module.named_parameters()
@@ -244,7 +245,7 @@ def call_with(module: nn.Module, parameters: Mapping[str, Tensor], *args: Any, *
 def _grouped_product(
     one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[Tensor, float]:
-    """Return the result's shape and the FLOPs. PyTorch's own shapes for this product may know bf16 alone.
+    """Make the result, and count the FLOPs. PyTorch's own shapes for this product may know bf16 alone.
 
     Raises `ModelConfigError` for matrices that the product does not take on any device.
     """
@@ -269,35 +270,17 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
     return not places or any(args[index] for index in places if index < len(args))
 
 
-def _product_of_rows(rows: Tensor, weights: Tensor, *_: Any) -> float:
-    return 2.0 * rows.numel() * weights.shape[2]
-
-
-def _gradient_of_stack(rows: Tensor, grad: Tensor, *_: Any) -> float:
-    return 2.0 * rows.numel() * grad.shape[1]
-
-
-def _attention_of_documents(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> float:
-    """Count all pairs of each sequence's tokens, as in our own families: `[N, H, C]`, of sequences as long as the longest."""
-    longest = others[2]
-    return 4.0 * query.numel() * longest
-
-
-def _gradient_of_attention(grad: Tensor, query: Tensor, *others: Any) -> float:
-    longest = others[6]
-    return 8.0 * query.numel() * longest
-
-
 def _scratch_of_attention(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
     longest, (rows, heads, channels) = others[5], query.shape
     return backward_scratch_bytes(max(1, rows // longest), longest, heads, key.shape[1], channels)
 
 
+# Of attention all pairs of each sequence's tokens count, as in our own families: of sequences as long as the longest.
 _FORMULAS: Mapping[str, Callable[..., float]] = {
-    "torchround::grouped_rows": _product_of_rows,
-    "torchround::grouped_product": _product_of_rows,
-    "torchround::grouped_gradient_": _gradient_of_stack,
-    "torchround::grouped_product_gradient": _gradient_of_stack,
-    "aten::_flash_attention_forward": _attention_of_documents,
-    "aten::_flash_attention_backward": _gradient_of_attention,
+    "torchround::grouped_rows": lambda rows, weights, *_: 2.0 * rows.numel() * weights.shape[2],
+    "torchround::grouped_product": lambda rows, weights, *_: 2.0 * rows.numel() * weights.shape[2],
+    "torchround::grouped_gradient_": lambda rows, grad, *_: 2.0 * rows.numel() * grad.shape[1],
+    "torchround::grouped_product_gradient": lambda rows, grad, *_: 2.0 * rows.numel() * grad.shape[1],
+    "aten::_flash_attention_forward": lambda query, *others: 4.0 * query.numel() * others[4],
+    "aten::_flash_attention_backward": lambda grad, query, *others: 8.0 * query.numel() * others[6],
 }

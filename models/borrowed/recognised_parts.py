@@ -11,6 +11,7 @@ k experts per token, R = N k rows sorted by expert, F expert width.
 
 import copy
 import logging
+from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,11 +26,10 @@ from torchround.keeping import keep
 from torchround.models.borrowed.compiled_core import take_numbers
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
-from torchround.models.common.attention import attend
-from torchround.models.common.experts import ExpertStack, Routes, combine, dispatch, make_routes, sort_pairs
+from torchround.models.common.attention import allowed_pairs, attend
+from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.packed_attention import Documents
 from torchround.models.common.primitives import gated_product
-from torchround.models.kernels.grouped import stack_product
 from torchround.models.kernels.projections import Projection
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ PLAIN = {
     "is_causal": (None, True),
     "cache": (None,),
 }
+# What the decorator of `transformers` for classes of experts sets, and how the module computes follows from.
+FACTS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
 # A window, and a chunk of tokens, of fewer tokens than a document of a probe.
 SMALL_SIZES = {"sliding_window": 3, "attention_chunk_size": 3}
 # Sums of some hundred terms in float32, relative to the largest result.
@@ -79,7 +81,6 @@ def attend_documents(
 
 
 def mask_place(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> MaskPlace:
-    """Stand for a mask: `local_size` is its window."""
     if use_vmap:
         raise NotRecognised("its masks follow rules of its own")
     return MaskPlace(local_size)
@@ -92,14 +93,14 @@ def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -
     # What follows the last product is not linear: the weights come last too.
     weighs_late = experts.has_bias or experts.has_post_expert_norm
     inward = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _with_bias(experts, inward, keep("gate_up", _multiply, experts, inward, rows, routes), routes)
+    inner = _with_bias(experts, inward, keep("gate_up", experts.product, inward, rows, routes), routes)
     if experts.has_gate and not weighs_late and _is_swiglu(experts):
         gate, up = inner.chunk(2, dim=-1)
         inner = gated_product(gate, up, by_row)
     else:
         inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
         inner = inner if weighs_late else inner * by_row[:, None].to(inner.dtype)
-    rows = keep("down", _multiply, experts, "down_proj", inner, routes)
+    rows = keep("down", experts.product, "down_proj", inner, routes)
     if weighs_late:
         rows = _with_bias(experts, "down_proj", rows, routes)
         rows = experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
@@ -107,20 +108,35 @@ def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -
     return combine(rows, routes).to(tokens.dtype)
 
 
-def _multiply(experts: Any, name: str, rows: Tensor, routes: Routes) -> Tensor:
-    if isinstance(experts, ExpertStack):  # which may have adapters
-        return experts.product(name, rows, routes)
-    return stack_product(
-        rows, getattr(experts, name), _plain if experts.is_transposed else _transposed, routes
-    )
+class BorrowedExperts(ExpertStack):
+    """A base beside a class of `transformers`, whose attributes and parameters it finds in the module.
+
+    Without adapters it runs the module's own code. Adapters' products need the rows of each expert.
+    """
+
+    own_forward: Any
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        return (run_experts if self.adapted else type(self).own_forward)(self, hidden, chosen, weights)
 
 
-def _plain(stack: Tensor) -> Tensor:
-    return stack
+def let_adapt(model: nn.Module) -> None:
+    """Let all experts of a model take adapters whose class is of the form that `transformers` knows itself."""
+    for module in model.modules():
+        if not all(hasattr(module, fact) for fact in FACTS):
+            continue
+        names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        stacks = [getattr(module, name, None) for name in names]
+        if all(isinstance(stack, nn.Parameter) and stack.ndim == 3 for stack in stacks):
+            experts: Any = module
+            experts.__class__ = _adaptable(type(module))
+            experts.adaptable, experts.inputs_first = names, module.is_transposed
 
 
-def _transposed(stack: Tensor) -> Tensor:
-    return stack.transpose(1, 2)
+@cache
+def _adaptable(kind: Any) -> Any:
+    # Under the same name: layers are of one kind if their modules' names are.
+    return ABCMeta(kind.__name__, (BorrowedExperts, kind), {"own_forward": kind.forward})
 
 
 def _with_bias(experts: Any, name: str, rows: Tensor, routes: Any) -> Tensor:
@@ -291,7 +307,7 @@ def _take_attention(
 
 
 def _compared_places(config: Any, body: Any, shell: Shell, positions: Tensor, hidden: Tensor) -> Places:
-    """Return where blocks get masks. Raises if these have other rules than ours, or if other arguments change without them."""
+    """Find where blocks get masks. Raises if these have other rules than ours, or if other arguments change without them."""
 
     def calls(name: str, sizes: Mapping[str, int]) -> list[list[Any]]:
         twin = with_modules(body, {})
@@ -306,7 +322,7 @@ def _compared_places(config: Any, body: Any, shell: Shell, positions: Tensor, hi
     for probed, theirs, ours in zip(small, masked, plain, strict=True):
         for place, mask, other in zip(probed, theirs, ours, strict=True):
             is_place = isinstance(place, MaskPlace)
-            wanted = _mask_of(positions, place.window) if is_place else other
+            wanted = allowed_pairs((positions == 0).cumsum(1), place.window) if is_place else other
             same = torch.equal(mask, wanted) if isinstance(mask, Tensor) else mask == wanted
             if not same or (is_place and other is not None):
                 raise NotRecognised("its masks are not those of documents and windows")
@@ -314,13 +330,6 @@ def _compared_places(config: Any, body: Any, shell: Shell, positions: Tensor, hi
         {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, MaskPlace)}
         for leaves in calls(PROBE, {})
     )
-
-
-def _mask_of(positions: Tensor, window: int | None) -> Tensor:
-    """Return `[B, 1, T, T]`: pairs of a token and an earlier one of its document, fewer than `window` before it."""
-    documents = (positions == 0).cumsum(1)
-    mask = (documents[:, :, None] == documents[:, None, :]).tril()
-    return (mask if window is None else mask.triu(1 - window))[:, None]
 
 
 # A linear layer by its path, and whether attention was called before it.
@@ -386,7 +395,7 @@ def _compare_attention(call: AttentionCall) -> None:
         results: list[list[Tensor]] = []
         for function, mask in (
             (attend_documents, MaskPlace(window, documents)),
-            (sdpa_attention_forward, _mask_of(positions, window)),
+            (sdpa_attention_forward, allowed_pairs(documents.ids, window)),
         ):
 
             def run(function: Any = function, mask: Any = mask) -> Tensor:
@@ -401,7 +410,7 @@ def _compare_attention(call: AttentionCall) -> None:
 def _product_names(
     block: nn.Module, attended: Sequence[AttentionCall], order: Sequence[Use], width: int
 ) -> dict[str, str]:
-    """Return the linear layers that are parts of a block: those around attention, and those of feed-forwards of this width.
+    """Name the linear layers that are parts of a block: those around attention, and those of feed-forwards of this width.
 
     A name changes no result. It says which results the block can keep.
     """

@@ -44,14 +44,11 @@ class BlockCall:
         return [leaf for leaf in self.leaves() if isinstance(leaf, Tensor)]
 
     def with_places(self, places: Mapping[int, MaskPlace]) -> "BlockCall":
-        """Return the call with places of masks, by their number among the leaves."""
         leaves, structure = torch.utils._pytree.tree_flatten((self.args, self.kwargs))
         leaves = [places.get(number, leaf) for number, leaf in enumerate(leaves)]
         return BlockCall(*torch.utils._pytree.tree_unflatten(leaves, structure))
 
     def with_documents(self, documents: Documents) -> "BlockCall":
-        """Return the call with these documents in the places of masks."""
-
         def fill(place: MaskPlace) -> MaskPlace:
             return replace(place, documents=documents)
 
@@ -154,20 +151,20 @@ class Shell(nn.Module):
         self._latest: weakref.ref[_Shared] | None = None
 
     def calls(self, hidden: Tensor, positions: Tensor) -> list[BlockCall]:
-        """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`."""
+        """Make the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`."""
         calls = [call for _, call in self.record(hidden, positions)]
         if not self.places:
             return calls
         return [call.with_places(own) for call, own in zip(calls, self.places, strict=True)]
 
     def calls_of(self, hidden: Tensor, micro_batch: MicroBatch) -> list[BlockCall]:
-        """Return the arguments of each block, computed once while layers of the same micro-batch follow each other."""
+        """Make the arguments of each block, computed once while layers of the same micro-batch follow each other."""
         hidden = hidden.detach()
         key = "borrowed", hidden.dtype
         return self._once(key, micro_batch, lambda: self.calls(hidden, micro_batch.positions))
 
     def calls_by_document(self, hidden: Tensor, micro_batch: MicroBatch) -> list[DocumentCalls]:
-        """Return the arguments of each block for each document by itself. Waits for the device, to find the documents."""
+        """Make the arguments of each block for each document by itself. Waits for the device, to find the documents."""
         hidden, positions = hidden.detach(), micro_batch.positions
 
         def make() -> list[DocumentCalls]:
@@ -193,7 +190,6 @@ class Shell(nn.Module):
         return shared.calls
 
     def record(self, hidden: Tensor, positions: Tensor) -> Recorded:
-        """Run the body and return each block's hidden state and other arguments."""
         self._run(hidden, positions)
         found = list(self._calls)
         assert len(found) == self.num_blocks, f"{len(found)} of {self.num_blocks} blocks were called"
@@ -201,7 +197,7 @@ class Shell(nn.Module):
         return found
 
     def first_call(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, BlockCall]:
-        """Return what the first block gets, whatever the body does with its result."""
+        """Find what the first block gets, whatever the body does with its result."""
         try:
             self._run(hidden, positions)
         except Exception:
@@ -262,7 +258,7 @@ def hollow(
 
 
 def with_modules(module: nn.Module, places: Mapping[str, nn.Module]) -> Any:
-    """Return a copy of `module` with other children by name. All other children are shared with the original."""
+    """Copy `module` with other children by name. All other children are shared with the original."""
     twin = copy.copy(module)
     for kind in ("_modules", "_parameters", "_buffers"):
         setattr(twin, kind, dict(getattr(module, kind)))
@@ -271,14 +267,13 @@ def with_modules(module: nn.Module, places: Mapping[str, nn.Module]) -> Any:
 
 
 def shared_tensors(micro_batch: MicroBatch) -> list[Tensor]:
-    """List the tensors that a shell keeps with a micro-batch."""
     kept = [shared.calls for shared in micro_batch._derived.values() if isinstance(shared, _Shared)]
     calls = [leaf for leaf in torch.utils._pytree.tree_leaves(kept) if isinstance(leaf, BlockCall)]
     return [tensor for call in calls for tensor in call.tensors()]
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return what layers of the same kind have in common: classes, shapes, and what is trained."""
+    """List what layers of the same kind have in common: classes, shapes, and what is trained."""
     classes = tuple(
         f"{path}:{type(part).__name__}" for path, part in module.named_modules() if "shell" not in path
     )

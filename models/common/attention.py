@@ -3,7 +3,7 @@
 The kernel is chosen from the batch's facts, shapes, dtype and device alone, never from timing or from the contents of
 one micro-batch, so the choice does not depend on how a batch was cut. It never waits for a device.
 
-Shapes: B sequences, T tokens, D model width, H heads, K kv heads, C channels of a head.
+Shapes: B sequences, T tokens, S tokens so far, T included, D model width, H heads, K kv heads, C channels of a head.
 """
 
 from enum import Enum
@@ -21,10 +21,14 @@ from torchround.accelerators import (
 from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
 from torchround.models.common.chunks import elements_at_once
-from torchround.models.common.keys_and_values import additive_mask, past_mask
 from torchround.models.common.lora import kept_linears
-from torchround.models.common.packed_attention import Documents, attend_by_offsets, backward_scratch_bytes
-from torchround.models.common.primitives import RMSNorm, init_linear_, rotate
+from torchround.models.common.packed_attention import (
+    Documents,
+    Once,
+    attend_by_offsets,
+    backward_scratch_bytes,
+)
+from torchround.models.common.primitives import RMSNorm, init_part_, rotate
 from torchround.models.common.rope import Rope, rotation
 from torchround.models.common.sinks import attend_with_sinks
 from torchround.models.kernels.projections import Projection, project_all
@@ -82,18 +86,7 @@ class Attention(nn.Module):
         )  # [B, T, H, C]
         return keep("output", self.output, mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
 
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill linear weights as `init_linear_` does, norms with 1, biases and sinks with 0."""
-        for linear in (self.query, self.key, self.value):
-            init_linear_(linear.weight, generator)
-        init_linear_(self.output.weight, generator, output_scale)
-        for norm in (self.query_norm, self.key_norm):
-            if norm is not None:
-                norm.init_weights()
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name == "sinks" or name.endswith("bias"):
-                    parameter.zero_()
+    init_weights = init_part_
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str) -> LayerWork:
         """Count projections, and scores and mixing over all T^2 pairs (RoundPipe appendix B, equation 2).
@@ -102,7 +95,9 @@ class Attention(nn.Module):
         are pairs outside a window.
         """
         num_tokens, flops = batch * tokens, 4.0 * batch * tokens * tokens * self.num_heads * self.head_dim
-        kernel = self._kernel_of_plan(tokens, element_bytes, device)
+        dtype = torch.float32 if element_bytes == 4 else torch.bfloat16
+        # Any batch may be a packed one.
+        kernel = choose_kernel(device, dtype, self.head_dim, tokens, 2, self.window)
         masked = kernel is AttentionKernel.MASK
         mixing = LayerWork(
             (Products(flops),),
@@ -166,11 +161,6 @@ class Attention(nn.Module):
             gradients += backward_scratch_bytes(batch, tokens, *shape)
         return max(making_mask + rotating, gradients)
 
-    def _kernel_of_plan(self, tokens: int, element_bytes: int, device: str) -> "AttentionKernel":
-        """Choose the kernel for a packed batch, since any batch may be one."""
-        dtype = torch.float32 if element_bytes == 4 else torch.bfloat16
-        return choose_kernel(device, dtype, self.head_dim, tokens, 2, self.window)
-
 
 class AttentionKernel(Enum):
     """The three ways to keep documents apart. Only `MASK` builds a tensor of size T^2, `[B, 1, T, T]`."""
@@ -229,7 +219,8 @@ def attend(
     )
     if kernel is AttentionKernel.OFFSETS:
         return attend_by_offsets(query, key, value, documents, window, sinks, scale)
-    mask = None if kernel is AttentionKernel.CAUSAL else attention_mask(documents.ids, window, query.dtype)
+    masked = kernel is AttentionKernel.MASK
+    mask = additive_mask(allowed_pairs(documents.ids, window), query.dtype) if masked else None
     return _attend_under_mask(query, key, value, mask, sinks, scale)
 
 
@@ -280,9 +271,78 @@ def _attend_under_mask(
     return mixed.transpose(1, 2)  # [B, H, T, C] -> [B, T, H, C]
 
 
-def attention_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Make `[B, 1, T, T]` for scores: 0 if s <= t, t - s < window and both are of one document, otherwise -inf."""
-    allowed = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()  # [B, 1, T, T]
-    if window is not None:
-        allowed = allowed.triu(1 - window)
-    return additive_mask(allowed, dtype)
+def allowed_pairs(document_ids: Tensor, window: int | None = None) -> Tensor:
+    """Mark the pairs of `[B, 1, T, T]` with s <= t, t - s < window and both of one document."""
+    allowed = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+    return allowed if window is None else allowed.triu(1 - window)
+
+
+def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype, once: Once) -> Tensor:
+    """Make the mask `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
+
+    `positions [B, T]` say how many tokens of its document come before each of them; only padding comes before
+    those. With a `window` a token sees itself and the `window - 1` before it. All blocks of the same window share one
+    mask by `once`.
+    """
+
+    def make() -> Tensor:
+        tokens = positions.shape[1]
+        every = torch.arange(length, device=positions.device)  # [S]
+        own = every[length - tokens :]  # [T]: where the new tokens are
+        seen = positions if window is None else positions.clamp(max=window - 1)
+        first = (own - seen)[:, None, :, None]  # [B, 1, T, 1]: the first token that each one sees
+        allowed = (every >= first) & (every <= own[:, None])  # [B, 1, T, S]
+        return additive_mask(allowed, dtype)
+
+    return once(("mask of the past", window, length), make)
+
+
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write 0 for allowed pairs `[B, 1, T, S]`, else -inf, in rows padded to 16 elements, as CUDA kernels want them."""
+    *rows, length = allowed.shape
+    mask = torch.zeros((*rows, length + -length % 16), dtype=dtype, device=allowed.device)[..., :length]
+    return mask.masked_fill_(~allowed, -torch.inf)
+
+
+# Keys and values of the tokens so far, kept on the device that runs a block: text grows by one token a pass. A group of
+# sequences is padded on the left, so that all of them end at the same place. Padding has positions too, but they are those of
+# documents of their own: the first real token of a sequence is at position 0.
+
+
+class KeysAndValues:
+    """The keys and values `[B, S, K, C]` of one block, in memory for `capacity` tokens that the first call takes.
+
+    One thread at a time may use it. The memory belongs to the device of the first call, and later calls must come from
+    there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(0 if held is None else held.nbytes for held in (self._keys, self._values))
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add `[B, T, K, C]` each, and return all keys and values so far, `[B, S, K, C]`."""
+        start, self.length = self.length, self.length + key.shape[1]
+        assert self.length <= self.capacity, f"{self.length} tokens, and room for {self.capacity}"
+        self._keys, self._values = (
+            self._extended(held, new, start) for held, new in ((self._keys, key), (self._values, value))
+        )
+        return self._keys[:, : self.length], self._values[:, : self.length]
+
+    def clear(self) -> None:
+        self._keys = self._values = None
+
+    def _extended(self, held: Tensor | None, new: Tensor, start: int) -> Tensor:
+        if held is None:
+            held = new.new_empty((new.shape[0], self.capacity, *new.shape[2:]))
+        assert held.device == new.device, (
+            f"keys and values are on {held.device}, the block runs on {new.device}"
+        )
+        held[:, start : self.length] = new
+        return held

@@ -126,7 +126,6 @@ class _Run:
         self._replaying = rest_of_replay()
 
     def each(self, run_chunk: Callable[[slice], None], num_tokens: int) -> None:
-        """Call `run_chunk` with the rows of each chunk."""
         before = [(part, dict(part._parameters)) for part, _ in self._parameters]
         try:
             for part, parameters in self._parameters:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,14 @@ from torchround.layer import (
     LayeredModel,
     LayerWork,
     MicroBatch,
-    Products,
     renamed,
 )
 from torchround.models.common import chunks
-from torchround.models.common.attention import Attention
+from torchround.models.common.attention import Attention, KeysAndValues
 from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import MoE, balance_penalty
-from torchround.models.common.keys_and_values import KeysAndValues
-from torchround.models.common.lora import Adaptable
-from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
+from torchround.models.common.lora import init_adapters
+from torchround.models.common.loss import loss_work, token_loss_sum
 from torchround.models.common.primitives import init_embedding_, init_linear_, lookup
 
 
@@ -103,24 +101,15 @@ GATED_MLP_NAMES: Mapping[str, HFTensors] = MappingProxyType(
 )
 
 
-def attention_maker(
-    config: TransformerConfig,
-    *,
-    bias: bool = False,
-    qk_norm_eps: float | None = None,
-    sinks: bool = False,
-    window: int | None = None,
-) -> Callable[[int], Attention]:
+def attention_maker(config: TransformerConfig, **settings: Any) -> Callable[[int], Attention]:
+    """Make the maker of an attention of these sizes, with other `settings` of `Attention`."""
     return partial(
         Attention,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         rope=config.rope,
-        bias=bias,
-        qk_norm_eps=qk_norm_eps,
-        sinks=sinks,
-        window=window,
+        **settings,
     )
 
 
@@ -190,11 +179,7 @@ class Block(nn.Module):
         self.mlp.init_weights(generator, self.output_scale)
         self.init_adapters(generator)
 
-    def init_adapters(self, generator: torch.Generator) -> None:
-        """Fill the low-rank adapters alone, if there are any."""
-        for module in self.modules():
-            if isinstance(module, Adaptable):
-                module.init_adapters(generator)
+    init_adapters = init_adapters
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Add up the parts: FLOPs of RoundPipe's equation 2, activations of equation 1 and small fp32 tables.
@@ -264,22 +249,13 @@ class Head(nn.Module):
         return F.linear(self.norm(hidden), self.weight)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill the norm, and the projection unless the embedding has filled it."""
         self.norm.init_weights()
         if not self.tied:
             init_linear_(self.weight, generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        num_tokens, (vocab, width) = batch * tokens, self.weight.shape
-        trained = self.weight.requires_grad
-        flops = 2.0 * num_tokens * vocab * width
-        projection = LayerWork(
-            products=(Products(flops, 0.0 if trained else flops, "head"),),
-            # The gradient that the loss computes in its forward and keeps for its input.
-            activation_bytes=num_tokens * width * element_bytes,
-            boundary_bytes=4,
-            workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device),
-        )
+        num_tokens, trained = batch * tokens, self.weight.requires_grad
+        projection = loss_work(num_tokens, *self.weight.shape, element_bytes, trained, device)
         return self.norm.work(num_tokens, element_bytes, device) + projection
 
 

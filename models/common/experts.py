@@ -11,6 +11,7 @@ F expert width; of an adapter A inputs, Z outputs, r rank.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,11 @@ from torchround.accelerators import PLANNED_KIND
 from torchround.keeping import joined, keep, passing
 from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
-from torchround.models.common.primitives import gated_product, init_linear_
+from torchround.models.common.primitives import gated_product, init_part_
 from torchround.models.kernels.grouped import RowGroups, stack_product
+
+# Of values, places and k: the values in another order.
+Move = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,17 @@ def make_routes(chosen: Tensor, num_experts: int) -> Routes:
 
 def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
     """Copy each token of `[N, D]` to the rows of its k experts, `[R, D]`."""
-    return _Dispatch.apply(tokens, routes.pairs, routes.rows, routes.choices)
+    return _Moved.apply(tokens, routes.pairs, routes.rows, routes.choices, _spread, _gather_sums)
 
 
 def combine(rows: Tensor, routes: Routes) -> Tensor:
     """Add up each token's k rows of `[R, D]` in fp32, to `[N, D]`."""
-    return _Combine.apply(rows, routes.pairs, routes.rows, routes.choices)
+    return _Moved.apply(rows, routes.rows, routes.pairs, routes.choices, _gather_sums, _spread)
 
 
 def sort_pairs(values: Tensor, routes: Routes) -> Tensor:
     """Bring one number per pair, `[N, k]`, into the order of the rows, `[R]`."""
-    return _Permute.apply(values.flatten(), routes.pairs, routes.rows)
+    return _Moved.apply(values.flatten(), routes.pairs, routes.rows, routes.choices, _take, _take)
 
 
 class ExpertStack(Adaptable, ABC):
@@ -79,13 +83,11 @@ class ExpertStack(Adaptable, ABC):
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         """Map rows `[R, D]` and their routing weights `[R]` fp32 to weighted outputs `[R, D]`."""
 
-    @abstractmethod
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill the stacks as `init_linear_` does; the projection back to the stream is scaled by `output_scale`."""
+    init_weights = init_part_
 
-    @abstractmethod
     def matrix(self, stack: Tensor) -> Tensor:
         """View a stack, or the gradient of one, as `[E, A, Z]`."""
+        return stack if self.inputs_first else stack.transpose(1, 2)
 
     def inward(self, a: Tensor) -> Tensor:
         """View the adapters `<name>_lora_a`, or their gradient, as `[E, A, r]`."""
@@ -145,7 +147,6 @@ class ExpertStack(Adaptable, ABC):
     def _kept(
         self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool
     ) -> KeptWork:
-        """Count the products of some stacks as a part whose results can be kept."""
         widths, ranks, row_flops = [], [], 0.0
         for name in names:
             matrix = self.matrix(getattr(self, name))
@@ -184,14 +185,6 @@ class GatedExperts(ExpertStack):
     def _gate_up(self, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
         return self.product("gate", rows, routes), self.product("up", rows, routes)
 
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        init_linear_(self.gate, generator)
-        init_linear_(self.up, generator)
-        init_linear_(self.down, generator, output_scale)
-
-    def matrix(self, stack: Tensor) -> Tensor:
-        return stack.transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
-
     def inward(self, a: Tensor) -> Tensor:
         return a.transpose(1, 2)
 
@@ -212,42 +205,21 @@ def _gather_sums(sorted_rows: Tensor, rows: Tensor, choices: int) -> Tensor:
     return by_token.sum(dim=1, dtype=torch.float32).to(sorted_rows.dtype)
 
 
-# The backward of each of the three is a gather too: the inverse permutation is known, so nothing is scattered.
+def _take(values: Tensor, places: Tensor, _: int) -> Tensor:
+    return values[places]
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.choices = choices
-        return _spread(tokens, pairs, choices)
+class _Moved(torch.autograd.Function):
+    """`move` by `places`, and `back` by their inverse: a gather too, so that nothing is scattered."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,) = ctx.saved_tensors
-        return _gather_sums(grads[0], rows, ctx.choices), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sorted_rows: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(pairs)
-        ctx.choices = choices
-        return _gather_sums(sorted_rows, rows, choices)
+    def forward(
+        ctx: Any, values: Tensor, places: Tensor, inverse: Tensor, choices: int, move: Move, back: Move
+    ) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.choices, ctx.back = choices, back
+        return move(values, places, choices)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (pairs,) = ctx.saved_tensors
-        return _spread(grads[0], pairs, ctx.choices), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return values[pairs]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return grads[0][rows], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grads[0], *ctx.saved_tensors, ctx.choices), None, None, None, None, None

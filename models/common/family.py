@@ -73,7 +73,6 @@ class Family(Generic[Config]):
     usual: str
 
     def build(self, config: Config) -> LayeredModel:
-        """Build the layers on `meta`: no memory."""
         return assemble(config, self.blocks(config))
 
     def hf_names(self, config: Config) -> HFNames:

@@ -20,7 +20,7 @@ from torchround.models.common.chunks import in_chunks, work_in_chunks
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import kept_linears, linear_work
-from torchround.models.common.primitives import gated_product, init_linear_
+from torchround.models.common.primitives import gated_product, init_part_
 from torchround.models.kernels.projections import Projection, project_all
 
 # Kept per row: two permutations and the expert in int64, the weight in fp32.
@@ -44,11 +44,7 @@ class GatedMLP(nn.Module):
         gate, up = keep("gate_up", project_all, x, (self.gate, self.up))
         return keep("down", self.down, gated_product(gate, up))
 
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill the linear layers; the one that writes to the residual stream is scaled by `output_scale`."""
-        init_linear_(self.gate.weight, generator)
-        init_linear_(self.up.weight, generator)
-        init_linear_(self.down.weight, generator, output_scale)
+    init_weights = init_part_
 
     def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count three products. The backward needs gate, up and their product; the scratch is their gradients."""
@@ -137,11 +133,7 @@ class MoE(nn.Module):
         return combine(rows, routes)  # [R, D] -> [N, D]
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill router and experts; a router's bias begins at 0."""
-        init_linear_(self.router.weight, generator)
-        if self.router.bias is not None:
-            with torch.no_grad():
-                self.router.bias.zero_()
+        init_part_(self.router, generator, output_scale)
         self.experts.init_weights(generator, output_scale)
 
     def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:

@@ -132,6 +132,12 @@ class Adaptable(nn.Module):
         return x * draw_mask(x, torch.as_tensor(self.seed), self.place, use, share) / share
 
 
+def init_adapters(layer: nn.Module, generator: torch.Generator) -> None:
+    for module in layer.modules():
+        if isinstance(module, Adaptable):
+            module.init_adapters(generator)
+
+
 @torch.library.custom_op("torchround::draw_mask", mutates_args=())
 def draw_mask(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
     """Return a bool tensor of the shape of `x`, each element True with probability `share`.

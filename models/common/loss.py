@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.accelerators import has_float32_products, is_accelerator
-from torchround.layer import IGNORED_LABEL
+from torchround.layer import IGNORED_LABEL, LayerWork, Products
 from torchround.models.kernels.projections import add_product_
 from torchround.models.kernels.softmax_loss import BLOCK_BYTES, softmax_loss_
 
@@ -48,33 +48,25 @@ def token_loss_sum(
     logits, so a layer that calls this is `never_compiled`.
     """
     if is_accelerator(hidden.device.type):
-        return fused_loss_sum(hidden, weight, labels, loss_factor)
+        step = accelerator_chunk_tokens(weight.shape[0], weight.element_size())
+        return loss_in_chunks(hidden, weight, labels, step, loss_factor)
+    step = chunk_tokens(weight.shape[0])
     if hidden.dtype == torch.float32 and hasattr(nn, "LinearCrossEntropyOptions"):
-        return torch_loss_sum(hidden, weight, labels)
-    return chunked_loss_sum(hidden, weight, labels)
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=step)
+        return F.linear_cross_entropy(
+            hidden, weight, labels, reduction="sum", ignore_index=IGNORED_LABEL, options=options
+        )
+    return loss_in_chunks(hidden, weight, labels, step)
 
 
-def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute `token_loss_sum` through `torch.nn.functional.linear_cross_entropy`, for fp32 on the CPU."""
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens(weight.shape[0]))
-    return F.linear_cross_entropy(
-        hidden, weight, labels, reduction="sum", ignore_index=IGNORED_LABEL, options=options
-    )
-
-
-def chunked_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute `token_loss_sum` by our own loop over chunks of the CPU's size."""
-    return _loss_in_chunks(hidden, weight, labels, chunk_tokens(weight.shape[0]))
-
-
-def fused_loss_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, loss_factor: float | None = None
+def loss_in_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, step: int, loss_factor: float | None = None
 ) -> Tensor:
-    """Compute `token_loss_sum` as accelerators do, with the fewest passes over logits and the weight's gradient."""
+    """Compute `token_loss_sum` by our own loop over chunks of `step` tokens."""
     # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
     total = weight.grad if weight.is_leaf and loss_factor is not None else None
-    step = accelerator_chunk_tokens(weight.shape[0], weight.element_size())
-    return _loss_in_chunks(hidden, weight, labels, step, loss_factor, total)
+    compute = partial(_losses_and_gradients, hidden, weight, labels, step, total)
+    return loss_with_gradients(compute, loss_factor, hidden, weight)
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -91,26 +83,32 @@ def accelerator_chunk_tokens(vocab_size: int, element_bytes: int) -> int:
     return max(1, fitting // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
 
 
-def loss_workspace_bytes(
+def loss_work(
     num_tokens: int, vocab_size: int, width: int, element_bytes: int, trained: bool, device: str = "cpu"
-) -> int:
-    """Count the scratch of `token_loss_sum` on a type of device: a chunk's logits and what is made from them.
+) -> LayerWork:
+    """Count `token_loss_sum` on a type of device. The scratch is a chunk's logits and what is made from them.
 
     On the CPU there are also their gradient, and a `trained` weight's fp32 gradient. An accelerator writes one over the
     logits and adds the other to the gradient that the engine holds.
     """
+    product_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes if trained else 0
     if is_accelerator(device):
         chunk = min(num_tokens, accelerator_chunk_tokens(vocab_size, element_bytes)) * vocab_size
         # fp32 logits are their own scratch.
         in_blocks = 0 if element_bytes == 4 else min(4 * chunk, max(BLOCK_BYTES, 4 * vocab_size))
-        product_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes if trained else 0
-        return element_bytes * chunk + max(in_blocks, product_bytes)
-    chunk_elements = min(num_tokens, chunk_tokens(vocab_size)) * vocab_size
-    gradient_bytes = 4 * vocab_size * width if trained else 0
-    if element_bytes == 4:
-        return 4 * chunk_elements + gradient_bytes
-    block_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes if trained else 0
-    return (4 + 2 * element_bytes) * chunk_elements + gradient_bytes + block_bytes
+        scratch = element_bytes * chunk + max(in_blocks, product_bytes)
+    else:
+        chunk = min(num_tokens, chunk_tokens(vocab_size)) * vocab_size
+        scratch = 4 * chunk + (4 * vocab_size * width if trained else 0)
+        scratch += 0 if element_bytes == 4 else 2 * element_bytes * chunk + product_bytes
+    flops = 2.0 * num_tokens * vocab_size * width
+    return LayerWork(
+        products=(Products(flops, 0.0 if trained else flops, "head"),),
+        # The gradient that the loss computes in its forward and keeps for its input.
+        activation_bytes=num_tokens * width * element_bytes,
+        boundary_bytes=4,
+        workspace_bytes=scratch,
+    )
 
 
 # From what wants a gradient, and the factor on gradients: the loss, and a gradient or None for each tensor.
@@ -121,8 +119,9 @@ Compute = Callable[[Sequence[bool], float], tuple[Tensor, Gradients]]
 def loss_with_gradients(compute: Compute, loss_factor: float | None, *tensors: Tensor) -> Tensor:
     """Compute the loss `[]`, and in the same forward the gradients for `tensors`.
 
-    `compute` is a `partial`: after a fault, tensors in a closure would stay on the device. May be differentiated once. With a `loss_factor` gradients are scaled where they are made: a pass over the finished ones
-    would cost as much as adding a chunk, and unscaled ones are too small for float16.
+    `compute` is a `partial`: after a fault, tensors in a closure would stay on the device. May be differentiated once.
+    With a `loss_factor` gradients are scaled where they are made: a pass over the finished ones would cost as much as
+    adding a chunk, and unscaled ones are too small for float16.
     """
     return _ReadyGradients.apply(compute, loss_factor, torch.is_grad_enabled(), *tensors)
 
@@ -145,19 +144,6 @@ class _ReadyGradients(torch.autograd.Function):
         if not ctx.is_scaled:
             found = [None if grad is None else grad.mul_(grads[0]) for grad in found]
         return None, None, None, *found
-
-
-def _loss_in_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    step: int,
-    loss_factor: float | None = None,
-    total: Tensor | None = None,
-) -> Tensor:
-    """Compute `token_loss_sum` in chunks of `step` tokens. A `total [V, D]` gets the weight's gradient added."""
-    compute = partial(_losses_and_gradients, hidden, weight, labels, step, total)
-    return loss_with_gradients(compute, loss_factor, hidden, weight)
 
 
 def _losses_and_gradients(

@@ -104,6 +104,11 @@ class _OffsetAttention(torch.autograd.Function):
         return *gradients, None, None, None, None, grad_sinks, None
 
 
+# PyTorch's kernels.
+_forward_kernel = torch.ops.aten._flash_attention_forward
+_backward_kernel = torch.ops.aten._flash_attention_backward
+
+
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -114,8 +119,22 @@ def _forward(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the output `[N, H, C]`, the fp32 log-sum-exp `[H, N]`, and the (unused) state of dropout."""
     offsets, longest = _offsets_and_longest(documents, bound, longest)
-    return _forward_kernel(query, key, value, offsets, longest, window, scale)
+    output, log_sums, random_state, _, _ = _forward_kernel(
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        window is None,
+        False,
+        **_sides(window, scale),
+    )
+    return output, log_sums, random_state
 
 
 def _backward(
@@ -138,12 +157,26 @@ def _backward(
     their tokens alone.
     """
     offsets, longest = _offsets_and_longest(documents, bound, longest)
-    step = documents_at_once(len(query))
+    step, unused = documents_at_once(len(query)), torch.empty(0, device=query.device)
     found: tuple[Tensor, ...] = ()
     for first in range(0, len(offsets) - 1, step):
         part = offsets[first : first + step + 1]
         more = _backward_kernel(
-            grad, query, key, value, output, log_sums, part, longest, window, scale, random_state
+            grad,
+            query,
+            key,
+            value,
+            output,
+            log_sums,
+            part,
+            part,
+            longest,
+            longest,
+            0.0,
+            window is None,
+            random_state,
+            unused,
+            **_sides(window, scale),
         )
         if found:
             # Later parts overwrite what this one leaves undefined after its own tokens.
@@ -154,6 +187,12 @@ def _backward(
             found = more
     of_query, of_key, of_value = found
     return of_query, of_key, of_value
+
+
+def _sides(window: int | None, scale: float | None) -> dict[str, Any]:
+    # The tokens that one sees before itself, all for -1, and after itself.
+    before = -1 if window is None else window - 1
+    return {"scale": scale, "window_size_left": before, "window_size_right": 0}
 
 
 def _offsets_and_longest(documents: Tensor, bound: Tensor | None, longest: Any) -> tuple[Tensor, int]:
@@ -193,34 +232,6 @@ def _backward_shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tupl
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _forward_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the output `[N, H, C]`, the fp32 log-sum-exp `[H, N]`, and the (unused) state of dropout."""
-    output, log_sums, random_state, _, _ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        0.0,
-        window is None,
-        False,
-        scale=scale,
-        window_size_left=_left(window),
-        window_size_right=0,
-    )
-    return output, log_sums, random_state
-
-
 def documents_at_once(tokens: int) -> int:
     """Count how many documents one call of the backward kernel takes in a batch of N tokens."""
     return max(1, tokens // KERNEL_BLOCK)
@@ -240,42 +251,3 @@ def backward_scratch_bytes(batch: int, tokens: int, num_heads: int, num_kv_heads
     scratch = 4 * rows * num_heads * (head_dim + -head_dim % 32 + 1)
     spread = 2 * 2 * tokens * num_heads * head_dim if num_kv_heads < num_heads else 0
     return scratch + spread + 2 * tokens * (num_heads + 2 * num_kv_heads) * head_dim
-
-
-def _backward_kernel(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-    scale: float | None,
-    random_state: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        output,
-        log_sums,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        0.0,
-        window is None,
-        random_state,
-        torch.empty(0, device=query.device),
-        scale=scale,
-        window_size_left=_left(window),
-        window_size_right=0,
-    )
-
-
-def _left(window: int | None) -> int:
-    """Count how many tokens before itself a token sees; to the kernel -1 means all of them."""
-    return -1 if window is None else window - 1

@@ -206,6 +206,22 @@ def init_linear_(weight: Tensor, generator: torch.Generator, scale: float = 1.0)
     _fill_blocks_(weight, generator, draw)
 
 
+def init_part_(part: nn.Module, generator: torch.Generator, output_scale: float) -> None:
+    """Fill a part of a block in the order of its parameters: norms with 1, biases and sinks with 0, matrices as `init_linear_`.
+
+    Matrices called `output` and `down` write to the residual stream and are scaled by `output_scale`. Adapters are left out.
+    """
+    for path, parameter in part.named_parameters():
+        if "lora_" in path:
+            continue
+        if parameter.ndim == 1 or path.endswith("bias"):
+            parameter.detach().fill_(1.0 if "norm" in path else 0.0)
+        else:
+            init_linear_(
+                parameter, generator, 1.0 if {"output", "down"}.isdisjoint(path.split(".")) else output_scale
+            )
+
+
 def init_embedding_(weight: Tensor, generator: torch.Generator) -> None:
     """Fill with a normal of standard deviation 0.02."""
     _fill_blocks_(weight, generator, lambda block: block.normal_(std=STANDARD_DEVIATION, generator=generator))

@@ -60,16 +60,12 @@ class Rope:
         """
         if self.scaling is None:
             return stated
-        is_stretched = stated > self.scaling.original_positions and isinstance(self.scaling, Llama3Scaling)
-        return (
-            stated
-            if is_stretched
-            else max(stated, int(self.scaling.factor * self.scaling.original_positions))
-        )
+        original = self.scaling.original_positions
+        is_stretched = stated > original and isinstance(self.scaling, Llama3Scaling)
+        return stated if is_stretched else max(stated, int(self.scaling.factor * original))
 
     @property
     def magnitude(self) -> float:
-        """The factor on cosines and sines."""
         if not isinstance(self.scaling, YarnScaling):
             return 1.0
         if self.scaling.attention_factor is not None:

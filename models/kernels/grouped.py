@@ -55,7 +55,6 @@ def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor],
     "grouped_triton.launch_rows",
 )
 def rows_result(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Make room for the products `[R, Z]`."""
     return rows.new_empty((rows.shape[0], weights.shape[2]))
 
 
@@ -95,7 +94,7 @@ def _has_grouped_kernel(rows: Tensor, inputs: int, outputs: int) -> bool:
 
 
 def _has_no_offsets(rows: Tensor, weights: Tensor) -> bool:
-    """Return whether there would be a loop over experts and no values to find their rows by."""
+    """Check whether there would be a loop over experts and no values to find their rows by."""
     has_kernel = uses_triton(rows) or _has_grouped_kernel(rows, *weights.shape[1:])
     return device_kind(rows) == "meta" and not has_kernel
 

@@ -22,7 +22,6 @@ WARPS, STAGES = 8, 3
 
 
 def launch_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return `[R, Z]` in the dtype of the rows."""
     num_experts, inputs, outputs = weights.shape
     found = rows.new_empty((len(rows), outputs))
     if found.numel() == 0:
@@ -63,7 +62,6 @@ def launch_gradient(rows: Tensor, grad: Tensor, ends: Tensor, total: Tensor) -> 
 
 
 def _side(size: int, most: int) -> int:
-    """Return the side of a tile: a power of two, no larger than needed."""
     side: int = triton.next_power_of_2(size)
     return max(LEAST, min(most, side))
 

@@ -43,10 +43,10 @@ def operation(schema: str, launcher: str) -> Callable[[Shapes], Shapes]:
 
 
 def uses_fused(tensor: Tensor) -> bool:
-    """Return whether a layer takes an accelerator's way for this tensor. It does not under a compiler."""
+    """Check whether a layer takes an accelerator's way for this tensor. It does not under a compiler."""
     return not torch.compiler.is_dynamo_compiling() and is_accelerator(device_kind(tensor))
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Return whether a layer runs Triton kernels for this tensor. It does not under a compiler."""
+    """Check whether a layer runs Triton kernels for this tensor. It does not under a compiler."""
     return not torch.compiler.is_dynamo_compiling() and has_triton(device_kind(tensor))

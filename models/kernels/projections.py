@@ -34,7 +34,7 @@ class Projection(nn.Linear):
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias` for `x [..., A]` and `weight [Z, A]`.
+    """Compute `x @ weight.T + bias` for `x [..., A]` and `weight [Z, A]`.
 
     The backward adds to the fp32 `weight.grad` if there is one and the device has such products. Otherwise, and under a
     compiler, autograd gets a gradient, as for any linear layer.
@@ -45,7 +45,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def project_all(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Return what each of the linear layers makes of `x [..., A]`.
+    """Compute what each of the linear layers makes of `x [..., A]`.
 
     On an accelerator their backwards add up the gradient of `x` in their products. Autograd would add the gradients of
     two projections in a pass of its own.
@@ -57,7 +57,7 @@ def project_all(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def takes_products(weight: Tensor) -> bool:
-    """Return whether `add_product_` may add to the gradient of this leaf."""
+    """Check whether `add_product_` may add to the gradient of this leaf."""
     grad = weight.grad if weight.requires_grad and weight.is_leaf else None
     has_sum = grad is not None and grad.dtype == torch.float32 and weight.dtype != torch.float32
     return has_sum and has_float32_products(device_kind(weight), weight.dtype)

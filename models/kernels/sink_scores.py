@@ -15,12 +15,12 @@ MOST_PARTIALS = 512  # programs of a backward; each adds up its own tokens
 
 
 def tokens_each(tokens: int) -> int:
-    """Return how many tokens' gradients one program adds up, by `tokens` alone: equal runs add alike on every card."""
+    """Count how many tokens' gradients one program adds up, by `tokens` alone: equal runs add alike on every card."""
     return max(1, -(-tokens // MOST_PARTIALS))
 
 
 def join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output `[N, H, C]` and log-sum-exp `[H, N]` fp32 with `sinks [H]` in the softmax."""
+    """Compute output `[N, H, C]` and log-sum-exp `[H, N]` fp32 with `sinks [H]` in the softmax."""
     if uses_triton(output):
         return torch.ops.torchround.join_sinks(output, log_sums, sinks)
     share, log_sums = add_sinks(log_sums, sinks.float()[:, None])  # [H, N]
@@ -28,7 +28,7 @@ def join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor,
 
 
 def sinks_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Return the sinks' gradient `[H]` fp32. Output and log-sum-exp have the sinks in them."""
+    """Compute the sinks' gradient `[H]` fp32. Output and log-sum-exp have the sinks in them."""
     if uses_triton(grad):
         return torch.ops.torchround.join_sinks_backward(grad, output, log_sums, sinks).sum(dim=0)
     moved = (grad.float() * output).sum(dim=-1).T  # [H, N]
@@ -40,7 +40,6 @@ def sinks_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor
     "sink_scores_triton.launch_join_sinks",
 )
 def joined_results(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Make room for the output and the log-sum-exp."""
     return torch.empty_like(output), torch.empty_like(log_sums)
 
 
@@ -49,5 +48,4 @@ def joined_results(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Ten
     "sink_scores_triton.launch_join_sinks_backward",
 )
 def partial_gradients(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Make room for partial sums of the sinks' gradient, `[P, H]` fp32."""
     return log_sums.new_empty((-(-len(grad) // tokens_each(len(grad))), len(sinks)))

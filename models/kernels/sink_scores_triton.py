@@ -15,7 +15,6 @@ ELEMENTS_OF_A_WARP = 512
 
 
 def launch_join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output `[N, H, C]` and log-sum-exp `[H, N]` with the sinks in them."""
     output, log_sums = output.contiguous(), log_sums.contiguous()
     found, found_sums = joined_results(output, log_sums, sinks)
     if len(output):  # a grid without programs is refused
@@ -26,7 +25,6 @@ def launch_join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[
 
 
 def launch_join_sinks_backward(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Return `[P, H]` partial sums of the sinks' gradient."""
     tokens, partials = len(grad), partial_gradients(grad, output, log_sums, sinks)
     if tokens:
         _join_sinks_backward[(len(partials),)](

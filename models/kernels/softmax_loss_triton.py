@@ -23,7 +23,6 @@ LOWEST = tl.constexpr(-3.0e38)
 def launch_softmax_loss(
     logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool
 ) -> None:
-    """Run the kernel on `logits [n, V]`, each row contiguous."""
     assert logits.stride(1) == 1 and labels.is_contiguous() and losses.is_contiguous(), "rows are contiguous"
     if len(logits) == 0:
         return  # a grid without programs is refused

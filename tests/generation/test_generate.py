@@ -76,13 +76,13 @@ def test_little_memory_leaves_fewer_sequences_under_way(expected):
     with text_engine("llama3", num_devices=2, batch_size=16) as engine:
         engine.cache_bytes = 3 * 2 * 4 * 2 * 8 * (64 + MAX_TOKENS) * 2  # three sequences of two blocks, fp32
         counts = []
-        forward = engine.engine.forward
+        forward = engine.forward
 
         def counted(batches):
             counts.append(sum(len(batch.tokens) for batch in batches))
             return forward(batches)
 
-        engine.engine.forward = counted
+        engine.forward = counted
         assert engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
     assert counts[0] == 3
 
@@ -92,7 +92,7 @@ def test_a_model_larger_than_a_device_runs_in_more_stages(expected):
     sizes = [sum(p.numel() for p in layer.parameters()) * 4 for layer in model.layers]
     devices = [CpuDevice(0, 10**9), CpuDevice(1, 10**9)]
     with TextEngine(model, store, devices, batch_size=4, tokens=64) as roomy:
-        assert len(roomy.engine.partition.forward) + 1 == 4
+        assert len(roomy.partition.forward) + 1 == 4
     devices = [CpuDevice(0), CpuDevice(1)]
     with pytest.raises(EngineUsageError) as refused:
         TextEngine(model, store, devices, batch_size=4, tokens=64, device_bytes=sum(sizes))
@@ -100,7 +100,7 @@ def test_a_model_larger_than_a_device_runs_in_more_stages(expected):
     device_bytes = int(float(re.search(r"need ([0-9.]+) MiB", str(refused.value))[1]) * 2**20) + 10_000
     devices = [CpuDevice(0, device_bytes), CpuDevice(1, device_bytes)]
     with TextEngine(model, store, devices, batch_size=4, tokens=64, device_bytes=device_bytes) as engine:
-        assert engine.engine.partition.forward == (1,) * 5
+        assert engine.partition.forward == (1,) * 5
         assert engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
 
 
@@ -119,13 +119,13 @@ def test_the_largest_run_of_an_even_cut_is_as_small_as_can_be(sizes, count, larg
 
 def test_weights_that_fit_go_up_once():
     with text_engine("llama3", num_devices=2) as engine:
-        devices = engine.engine.devices
+        devices = engine.devices
         uploaded = []
         for max_tokens in (1, 1, 5):
             before = sum(device.uploaded_bytes for device in devices)
             engine.generate([[1, 2, 3]], max_tokens=max_tokens)
             uploaded.append(sum(device.uploaded_bytes for device in devices) - before)
-        weight_bytes = sum(bundle.device_weights[0].nbytes for bundle in engine.engine.store.bundles)
+        weight_bytes = sum(bundle.device_weights[0].nbytes for bundle in engine.store.bundles)
     assert uploaded[0] > weight_bytes
     assert max(uploaded[1:]) < weight_bytes / 2
 
@@ -184,7 +184,7 @@ def test_fifty_texts_equal_those_of_transformers(made, kind, num_devices):
 
 def test_a_prompt_that_is_too_long_for_the_table_of_positions_is_refused(made):
     _, engine = made("olmo2", 1)  # a model of this test alone
-    engine.engine.model.layers[0].shell.longest = (40, "a reason")
+    engine.model.layers[0].shell.longest = (40, "a reason")
     with engine:
         assert len(engine.generate([[5] * 30], max_tokens=2)[0]) == 2
         # The second is short enough, and its padding is not.

@@ -14,7 +14,7 @@ from torchround.hf.export import unstack, write_tensors
 from torchround.hf.tensor_folder import read_folder
 from torchround.layer import names_in
 from torchround.models import ModelConfigError
-from torchround.models.borrowed.file_names import names_in_folder
+from torchround.models.borrowed.borrowed_family import ReleasedNames
 
 KINDS = ["qwen2", "qwen2 tied", "gemma2", "phi3", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"]
 SINGLE = "model.safetensors"
@@ -41,7 +41,7 @@ def shapes(toy):
 
 def read(toy, folder=None):
     folder = folder or toy.folder
-    found = names_in_folder(toy.meta, toy.own, read_folder(folder))
+    found = ReleasedNames(toy.meta, toy.own).in_folder(read_folder(folder))
     return PretrainedWeights(folder, found.names, shapes(toy), found.redundant, carried=found.carried)
 
 
@@ -66,7 +66,7 @@ def rewritten(toy, folder, change=lambda name: name, **more):
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_read_and_exported_under_their_names_and_joins(kind, toys, tmp_path):
     toy = toys(kind)
-    views, names = filled(toy, read(toy)), names_in_folder(toy.meta, toy.own, read_folder(toy.folder)).names
+    views, names = filled(toy, read(toy)), ReleasedNames(toy.meta, toy.own).in_folder(read_folder(toy.folder)).names
     assert_is_the_model(toy, views)
     assert sorted(name for entry in names.values() for name in names_in(entry)) == sorted(read_folder(toy.folder))
     save_file({name: view.contiguous() for name, view in views.items()}, tmp_path / "checkpoint.safetensors")

@@ -5,7 +5,7 @@ import torch
 
 from torchround.models.common import chunks
 from torchround.models.common.primitives import RMSNorm, gated_product, rotate
-from torchround.models.gpt_oss.layers import ClampedSwiGLU, WeightedBias
+from torchround.models.gpt_oss import ClampedSwiGLU, WeightedBias
 
 ROWS, WIDTH = 6, 5
 

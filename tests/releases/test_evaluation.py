@@ -13,6 +13,7 @@ from tests.support.small_run import working_in
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import try_model
 from torchround.data.scored_windows import ScoredWindow, scored_batch
+from torchround.generation import score
 from torchround.layer import IGNORED_LABEL
 from torchround.run.hardware import find_hardware
 
@@ -58,7 +59,7 @@ def from_checkpoint(tokenizer):
             labels = np.array(tokens[1:])
             labels[: start - 1] = IGNORED_LABEL
             window = ScoredWindow(np.array(tokens[:-1]), labels, ends=True)
-            found.append(-engine.score([[scored_batch([window], tried.tokenizer.pad_id)]]).loss_sum)
+            found.append(-score(engine, [[scored_batch([window], tried.tokenizer.pad_id)]]).loss_sum)
     return torch.tensor(found, dtype=torch.float64)
 
 

@@ -44,5 +44,16 @@ def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, lo
 
 def install(monkeypatch, backward_kernel=plain_backward_kernel):
     """Let attention by offsets run the plain kernels: layout, offsets, windows and sinks around them are ours to test."""
-    for name, kernel in (("_forward_kernel", plain_forward_kernel), ("_backward_kernel", backward_kernel)):
-        monkeypatch.setattr(packed_attention, name, kernel)
+
+    def window_of(sides):
+        return None if sides["window_size_left"] < 0 else sides["window_size_left"] + 1
+
+    def forward(query, key, value, offsets, _, longest, *__, scale, **sides):
+        return *plain_forward_kernel(query, key, value, offsets, longest, window_of(sides), scale), None, None
+
+    def backward(grad, query, key, value, output, log_sums, offsets, _, longest, *others, scale, **sides):
+        heads, results = (query, key, value), (output, log_sums)
+        return backward_kernel(grad, *heads, *results, offsets, longest, window_of(sides), scale, others[-2])
+
+    monkeypatch.setattr(packed_attention, "_forward_kernel", forward)
+    monkeypatch.setattr(packed_attention, "_backward_kernel", backward)

@@ -46,7 +46,7 @@ from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_wi
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.tokenizer import encode_spans
 from torchround.engine.errors import EngineError, EngineUsageError
-from torchround.generation import Sampling, Score, TextEngine, inference_store
+from torchround.generation import Sampling, Score, TextEngine, inference_store, score
 from torchround.generation.continuations import GROUPS
 from torchround.hf import PretrainedWeights
 from torchround.hf.tensor_folder import read_object
@@ -129,7 +129,7 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         say(f"devices  {hardware.num_devices} x {hardware.kind}{hardware.note}")
     with text_engine(tried, hardware, options.batch_size, longest) as engine:
         if text is not None:
-            print_score(options, text, engine.score(text))
+            print_score(options, text, score(engine, text))
         if not prompts:
             return 0
         stops = stop_tokens(config, tokenizer)
@@ -265,8 +265,6 @@ def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: 
     if hardware.host_bytes is not None and own > hardware.host_bytes:
         text = f"the weights take {size_text(own)} of host memory, and {size_text(hardware.host_bytes)} can be used"
         raise EngineUsageError(f"{text}; those that files hold in training.dtype stay there and take none")
-    for layer in tried.model.layers:
-        layer.requires_grad_(False)
     devices = hardware.make_devices()
     store = inference_store(tried.model, dtype, devices, tried.mapped)
     store.initialize(tried.model, 0, tried.weights.load)

@@ -53,7 +53,6 @@ class DecodingCache:
         return sum(part.nbytes for part in self._of_layers if part is not None)
 
     def for_layer(self, index: int) -> Any:
-        """Find the part of layer `index`; None if it remembers nothing."""
         return self._of_layers[index]
 
     def clear(self) -> None:
@@ -102,7 +101,8 @@ def generate(
     sequences = []
     for prompt in prompts:
         key = tuple(prompt)
-        sequences.append(_Sequence(list(prompt), sampling.draws_for(key, seen[key])))
+        draws = sampling.draws_for(key, seen[key])
+        sequences.append(_Sequence(list(prompt), draws, sampling, max_tokens, frozenset(stop_tokens)))
         seen[key] += 1
     # Sequences of about a length share a group, so that little of it is padding.
     waiting = sorted(sequences, key=lambda sequence: len(sequence.tokens), reverse=True)
@@ -113,7 +113,7 @@ def generate(
             logger.warning("%s: each token reads the whole text again, which is slower", reason)
             warned = True
         count = min(rows or batch_size, batch_size)
-        _continue(engine, waiting[:count], max_tokens, frozenset(stop_tokens), sampling, keeps=rows > 0)
+        _continue(engine, waiting[:count], keeps=rows > 0)
         waiting = waiting[count:]
     return [sequence.continuation for sequence in sequences]
 
@@ -122,15 +122,17 @@ def generate(
 class _Sequence:
     tokens: list[int]
     draws: torch.Generator | None
+    sampling: Sampling
+    max_tokens: int
+    stop_tokens: frozenset[int]
     continuation: list[int] = field(default_factory=list)
     ended: bool = False
 
-    def add(self, logits: Tensor, sampling: Sampling, max_tokens: int, stop_tokens: frozenset[int]) -> None:
-        """Choose the next token from logits `[V]`."""
-        token = choose_token(logits, sampling, self.draws)
+    def add(self, logits: Tensor) -> None:
+        token = choose_token(logits, self.sampling, self.draws)
         self.tokens.append(token)
         self.continuation.append(token)
-        self.ended = token in stop_tokens or len(self.continuation) == max_tokens
+        self.ended = token in self.stop_tokens or len(self.continuation) == self.max_tokens
 
 
 class _Group:
@@ -148,51 +150,38 @@ class _Group:
 
     def micro_batch(self) -> MicroBatch:
         texts = [sequence.tokens for sequence in self.sequences]
-        if self.cache is not None and self._is_begun:
-            last = torch.tensor([[text[-1]] for text in texts])
-            positions = torch.tensor([[len(text) - 1] for text in texts])
-            return _asks_for_logits(last, positions, torch.zeros_like(last), self.cache)
+        width = 1 if self._is_begun and self.cache is not None else _padded(max(map(len, texts)))
         self._is_begun = True
-        width = _padded(max(map(len, texts)))
         tokens = torch.zeros(len(texts), width, dtype=torch.int64)
         # Padding is a document of its own in front, so that nothing sees it, and positions count from each document.
         positions = torch.arange(width).expand(len(texts), -1).clone()
         document_ids = torch.full_like(tokens, -1)
         for row, text in enumerate(texts):
-            start = width - len(text)
-            tokens[row, start:] = torch.tensor(text)
-            positions[row, start:] = torch.arange(len(text))
+            start = max(0, width - len(text))
+            tokens[row, start:] = torch.tensor(text[start - width :])
+            positions[row, start:] = torch.arange(len(text))[start - width :]
             document_ids[row, start:] = 0
-        return _asks_for_logits(tokens, positions, document_ids, self.cache)
-
-    def take(self, logits: Tensor, sampling: Sampling, max_tokens: int, stop_tokens: frozenset[int]) -> None:
-        """Give each sequence that has not ended its next token, from logits `[B, V]`."""
-        for sequence, row in zip(self.sequences, logits, strict=True):
-            if not sequence.ended:
-                sequence.add(row, sampling, max_tokens, stop_tokens)
+        labels = torch.full_like(tokens, IGNORED_LABEL)
+        facts: dict[str, Any] = {"max_documents": PADDED_DOCUMENTS, "wants": "logits", "cache": self.cache}
+        return MicroBatch(tokens, labels, positions, document_ids, **facts)
 
 
-def _continue(
-    engine: Engine,
-    sequences: Sequence[_Sequence],
-    max_tokens: int,
-    stop_tokens: frozenset[int],
-    sampling: Sampling,
-    keeps: bool,
-) -> None:
+def _continue(engine: Engine, sequences: Sequence[_Sequence], keeps: bool) -> None:
     """Continue sequences until all have ended. With `keeps`, keys and values stay on the devices meanwhile."""
     size = -(-len(sequences) // GROUPS)
     groups = []
     for start in range(0, len(sequences), size):
         part = sequences[start : start + size]
-        capacity = _padded(max(len(sequence.tokens) for sequence in part)) + max_tokens
+        capacity = _padded(max(len(sequence.tokens) for sequence in part)) + part[0].max_tokens
         groups.append(_Group(part, DecodingCache(engine.model.layers, capacity) if keeps else None))
     caches = [group.cache for group in groups if group.cache is not None]
     try:
         while groups:
             logits = engine.forward([group.micro_batch() for group in groups]).outputs()
             for group, of_group in zip(groups, logits, strict=True):
-                group.take(of_group, sampling, max_tokens, stop_tokens)
+                for sequence, row in zip(group.sequences, of_group, strict=True):
+                    if not sequence.ended:
+                        sequence.add(row)
                 if group.ended and group.cache is not None:
                     group.cache.clear()
             groups = [group for group in groups if not group.ended]
@@ -223,21 +212,6 @@ def _rows_that_fit(engine: Engine, tokens: int, cache_bytes: int | None) -> tupl
 
 def _padded(tokens: int) -> int:
     return -(-tokens // PADDED_TOKENS) * PADDED_TOKENS
-
-
-def _asks_for_logits(
-    tokens: Tensor, positions: Tensor, document_ids: Tensor, cache: DecodingCache | None
-) -> MicroBatch:
-    labels = torch.full_like(tokens, IGNORED_LABEL)
-    return MicroBatch(
-        tokens,
-        labels,
-        positions,
-        document_ids,
-        max_documents=PADDED_DOCUMENTS,
-        wants="logits",
-        cache=cache,
-    )
 
 
 def _check(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from torchround.engine.errors import EngineUsageError
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.generation.continuations import GROUPS, generate, sequence_bytes
-from torchround.generation.sampling import Sampling
 from torchround.layer import FileTensor, LayeredModel, LayerWork, MicroBatch
 from torchround.planning.memory import MIB, size_text, slot_space
 from torchround.planning.partition import Partition, Stage, StageKind
@@ -55,7 +54,6 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """The mean loss of a token, in nats."""
         return self.loss_sum / max(self.num_labels, 1)
 
     @property
@@ -75,12 +73,12 @@ def score(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> Score:
     return Score(loss_sum, num_labels)
 
 
-class TextEngine:
+class TextEngine(Engine):
     """An engine for continuations and scores of a frozen model, which has been filled.
 
     It is made for `batch_size` sequences at a time of up to `tokens` tokens, continuation included. `device_bytes` is
     the memory of each device; None is no limit. Devices that would get no layer stay unused. Raises `EngineUsageError`
-    if the weights of two layers and the activations of one do not fit. Use as a context manager, or call `close`.
+    if the weights of two layers and the activations of one do not fit.
     """
 
     def __init__(
@@ -100,42 +98,14 @@ class TextEngine:
         partition, self.cache_bytes = plan_inference(
             model, store, len(devices), kind, batch_size, tokens, device_bytes
         )
-        self.engine = Engine(model, store, devices, partition, optimizer=AdamWTable(), settings=settings)
+        super().__init__(model, store, devices, partition, optimizer=AdamWTable(), settings=settings)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int,
-        stop_tokens: Sequence[int] = (),
-        sampling: Sampling | None = None,
-    ) -> list[list[int]]:
-        return generate(
-            self.engine,
-            prompts,
-            max_tokens=max_tokens,
-            stop_tokens=stop_tokens,
-            sampling=sampling,
-            batch_size=self.batch_size,
-            cache_bytes=self.cache_bytes,
-        )
-
-    def score(self, batches: Iterable[Sequence[MicroBatch]]) -> Score:
-        return score(self.engine, batches)
-
-    def close(self) -> None:
-        self.engine.close()
+    def generate(self, prompts: Sequence[Sequence[int]], **limits: Any) -> list[list[int]]:
+        """Continue each prompt, with the other arguments of `generate`."""
+        return generate(self, prompts, batch_size=self.batch_size, cache_bytes=self.cache_bytes, **limits)
 
     def __enter__(self) -> "TextEngine":  # noqa: PYI034  (typing.Self needs Python 3.11)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.engine.__exit__(kind, error, trace)
 
 
 def plan_inference(

@@ -116,7 +116,7 @@ def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:
 
 
 def _row_norms(files: TensorFiles, weight: StoredTensor, dtype: torch.dtype) -> Tensor:
-    """Return the norms of the rows of `weight [Z, A]`, rounded to `dtype` before, as fp32 `[Z]`."""
+    """Compute the norms of the rows of `weight [Z, A]`, rounded to `dtype` before, as fp32 `[Z]`."""
     rows, columns = weight.shape
     row_bytes = columns * weight.known_dtype.itemsize
     step, norms = max(1, PIECE_BYTES // row_bytes), []

@@ -70,9 +70,6 @@ def unstack(
                 yield ExportedTensor(name, base[name], dtype_of(name))
             continue
         source = stored[parameter]
-        if isinstance(tensors, str):
-            yield ExportedTensor(tensors, source, dtype_of(tensors))
-            continue
         parts, shape = names_in(tensors), part_shape(tensors, source.shape)
         part_bytes = source.nbytes // len(parts)
         for index, name in enumerate(parts):

@@ -61,7 +61,6 @@ def _head(facts: CardFacts) -> Iterator[str]:
 
 
 def _dataset(source: Mapping[str, Any]) -> str | None:
-    """Find the name of a source that is a dataset of the hub."""
     path = source["path"]
     is_named = source.get("format") == "dataset" and HUB_NAME.fullmatch(path) is not None
     return path if is_named and not Path(path).exists() else None
@@ -91,7 +90,6 @@ def _body(facts: CardFacts) -> Iterator[str]:
 
 
 def _settings(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the table: progress, and the settings that decide them."""
     run, training = facts.run, facts.run["training"]
     yield "steps", f"{facts.step:,}"
     if facts.tokens is not None:

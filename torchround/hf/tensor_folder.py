@@ -172,7 +172,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def quantisation(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the table of a `config.json` that describes packed weights, empty if there is none."""
+    """Find the table of a `config.json` that describes packed weights, empty if there is none."""
     inner = content.get("text_config")
     for holder in (content, inner if isinstance(inner, dict) else {}):
         for key in QUANTISATION_KEYS:
@@ -277,6 +277,5 @@ def map_file(path: Path) -> FileTensor:
 
 
 def view_of(mapped: FileTensor, tensor: StoredTensor) -> FileTensor:
-    """View the tensor's numbers, flat, as a view of its mapped file."""
     numbers = mapped.memory[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.known_dtype)
     return FileTensor(numbers, mapped.path, mapped.descriptor, tensor.begin)

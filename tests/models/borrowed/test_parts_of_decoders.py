@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from tests.support.toy_decoders import toy_config, toy_decoder
 from torchround.layer import IGNORED_LABEL, decayed_names
 from torchround.models import FAMILIES
+from torchround.models.borrowed import borrowed_family, construction
 from torchround.models.borrowed.borrowed_layers import any_loss_sum
 
 FAMILY = FAMILIES["transformers"]
@@ -29,11 +30,23 @@ def test_buffers_are_as_transformers_makes_them(model_type):
 def test_a_buffer_that_files_hold_is_a_frozen_parameter():
     made = cut("deepseek_v3")
     name = "block.1.mlp.gate.e_score_correction_bias"
-    assert made.module_names[name] == "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert made.names.own[name] == "model.layers.1.mlp.gate.e_score_correction_bias"
     parameter = made.layers.layers[2].get_parameter(name.removeprefix("block.1."))
     assert not parameter.requires_grad
     # Rounded to 16 bits it would still compute in fp32, as in transformers.
     assert made.layers.own_dtypes[name] == torch.float32
+
+
+def test_a_model_is_cut_once_for_its_layers_and_all_its_names(monkeypatch):
+    cuts = []
+    monkeypatch.setattr(
+        borrowed_family, "take_apart", lambda config: cuts.append(config) or construction.take_apart(config)
+    )
+    one, other = (FAMILY.config_from_hf(toy_config("qwen2", num_hidden_layers=n).to_dict()) for n in (2, 3))
+    assert FAMILY.build(one) is not FAMILY.build(one), "layers are changed by what runs them"
+    names = FAMILY.module_names(one)
+    assert FAMILY.names_in_folder(one, ()).names == FAMILY.hf_names(one) == names and len(cuts) == 2
+    assert FAMILY.module_names(other) != names and len(cuts) == 3
 
 
 def test_stacked_biases_are_not_decayed():

@@ -13,7 +13,7 @@ from tests.support import plain_flash
 from tests.support.rounding import assert_close_in_sums
 from torchround.layer import longest_document, most_documents
 from torchround.models.common import packed_attention
-from torchround.models.common.attention import AttentionKernel, attend, attention_mask, choose_kernel
+from torchround.models.common.attention import AttentionKernel, additive_mask, allowed_pairs, attend, choose_kernel
 from torchround.models.common.packed_attention import Documents, document_offsets
 from torchround.models.common.sinks import attend_with_sinks
 
@@ -79,7 +79,7 @@ def test_attention_and_its_gradients_equal_brute_force(document_ids, window, wit
 def test_a_returning_document_id_attends_to_its_earlier_part():
     # The protocol: two tokens are of one document exactly where their ids are equal.
     document_ids = torch.tensor([[0, 1, 1, 0, 0]])
-    assert attention_mask(document_ids, None, torch.float32)[0, 0].exp().tolist() == [
+    assert additive_mask(allowed_pairs(document_ids), torch.float32)[0, 0].exp().tolist() == [
         [1, 0, 0, 0, 0],
         [0, 1, 0, 0, 0],
         [0, 1, 1, 0, 0],
@@ -162,7 +162,7 @@ def test_offsets_and_masks_are_made_without_reading_from_the_device():
     # A meta tensor has no values: reading one raises, as reading from a busy device would wait.
     document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     assert document_offsets(document_ids, 4).shape == (9,)
-    assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
+    assert additive_mask(allowed_pairs(document_ids, 3), torch.bfloat16).shape == (2, 1, 4, 4)
 
 
 def test_the_kernels_of_a_card_get_a_key_and_a_value_for_each_query_head():

@@ -8,7 +8,7 @@ import torch
 from torchround.generation.continuations import DecodingCache, can_decode, sequence_bytes
 from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.models import FAMILIES
-from torchround.models.common.keys_and_values import KeysAndValues
+from torchround.models.common.attention import KeysAndValues
 
 LENGTHS = (19, 5, 1)  # of the prompts in a group; the longest is longer than GPT-OSS's window of 16
 NEW_TOKENS = 3

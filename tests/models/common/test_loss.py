@@ -13,7 +13,17 @@ from torchround.layer import IGNORED_LABEL
 from torchround.models.common import loss
 from torchround.models.kernels import softmax_loss
 
-IMPLEMENTATIONS = [loss.chunked_loss_sum, loss.token_loss_sum, loss.fused_loss_sum]
+
+def on_cpu(hidden, weight, labels):
+    return loss.loss_in_chunks(hidden, weight, labels, loss.chunk_tokens(len(weight)))
+
+
+def on_accelerator(hidden, weight, labels, loss_factor=None):
+    step = loss.accelerator_chunk_tokens(len(weight), weight.element_size())
+    return loss.loss_in_chunks(hidden, weight, labels, step, loss_factor)
+
+
+IMPLEMENTATIONS = [on_cpu, loss.token_loss_sum, on_accelerator]
 
 TOKENS, WIDTH, VOCAB = 75, 12, 50
 # Sums over tokens and vocabulary. Rounding a logit, of WIDTH terms and size up to 15, is a relative error of its exp.
@@ -84,7 +94,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(implementation, ignored):
     assert torch.equal(hidden.grad[labels == IGNORED_LABEL], torch.zeros(len(ignored), WIDTH))
 
 
-@pytest.mark.parametrize("implementation", [loss.chunked_loss_sum, loss.fused_loss_sum])
+@pytest.mark.parametrize("implementation", [on_cpu, on_accelerator])
 def test_bf16_loss_is_fp32_and_as_exact_as_its_bf16_logits(implementation):
     hidden, weight, labels = make_inputs(ignored=(3, 4), dtype=torch.bfloat16)
     total = implementation(hidden, weight, labels)
@@ -96,12 +106,12 @@ def test_bf16_loss_is_fp32_and_as_exact_as_its_bf16_logits(implementation):
     _, *wanted = reference(hidden, weight, labels, logits_dtype=torch.bfloat16)
     assert relative_error(hidden.grad, wanted[0]) < TWO_BF16_ROUNDINGS
     assert relative_error(weight.grad, wanted[1]) < TWO_BF16_ROUNDINGS
-    if implementation is loss.chunked_loss_sum:
+    if implementation is on_cpu:
         weight.grad = None
         weight.grad_dtype = torch.float32
         weight.grad = preset = torch.zeros(weight.shape)
         for _ in range(2):
-            loss.chunked_loss_sum(hidden.detach().requires_grad_(), weight, labels).backward()
+            on_cpu(hidden.detach().requires_grad_(), weight, labels).backward()
         assert weight.grad is preset and relative_error(preset, 2 * wanted[1]) < TWO_BF16_ROUNDINGS
         # Five chunks of bf16 products were added in fp32: the sums are not bf16 numbers.
         assert not torch.equal(preset, preset.bfloat16().float())
@@ -128,9 +138,9 @@ def test_a_promised_factor_adds_to_the_weights_gradient_in_the_forward(dtype, su
     weight.grad = torch.ones(weight.shape, dtype=sum_dtype)
     preset = weight.grad
     with torch.no_grad():
-        loss.fused_loss_sum(hidden, weight, labels, loss_factor=1 / 73)
+        on_accelerator(hidden, weight, labels, loss_factor=1 / 73)
     assert torch.equal(preset, torch.ones_like(preset)), "an evaluation adds nothing"
-    total = loss.fused_loss_sum(hidden, weight, labels, loss_factor=1 / 73)
+    total = on_accelerator(hidden, weight, labels, loss_factor=1 / 73)
     added = preset.float() - 1.0
     total.backward(torch.tensor(1 / 73))
     assert weight.grad is preset
@@ -141,7 +151,7 @@ def test_a_promised_factor_adds_to_the_weights_gradient_in_the_forward(dtype, su
     assert_close_in_sums(added.double(), wanted[1], TERMS, unit=max(unit[dtype], unit[sum_dtype]), scale=1.0)
 
 
-@pytest.mark.parametrize("implementation", [loss.chunked_loss_sum, loss.fused_loss_sum])
+@pytest.mark.parametrize("implementation", [on_cpu, on_accelerator])
 def test_a_second_backward_is_refused(implementation):
     total = implementation(*make_inputs())
     total.backward(retain_graph=True)
@@ -149,9 +159,7 @@ def test_a_second_backward_is_refused(implementation):
         total.backward()
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype"), [(loss.chunked_loss_sum, torch.bfloat16), (loss.token_loss_sum, torch.float32)]
-)
+@pytest.mark.parametrize(("implementation", "dtype"), [(on_cpu, torch.bfloat16), (loss.token_loss_sum, torch.float32)])
 def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, limit, tools):
     tokens, width, vocab = 1024, 16, 2048
     limit(CHUNK_BYTES=64 * 4 * vocab)
@@ -174,9 +182,9 @@ def test_the_accelerators_scratch_is_one_chunk_of_logits(limit, tools):
     weight.grad = torch.zeros(weight.shape)
     labels = torch.randint(0, vocab, (tokens,))
     peak_bytes = tools.measure_peak_bytes(
-        lambda: loss.fused_loss_sum(hidden, weight, labels, 0.5).backward(torch.tensor(0.5))
+        lambda: on_accelerator(hidden, weight, labels, 0.5).backward(torch.tensor(0.5))
     )
-    counted = loss.loss_workspace_bytes(tokens, vocab, width, 4, trained=True, device="cuda")
+    counted = loss.loss_work(tokens, vocab, width, 4, trained=True, device="cuda").workspace_bytes
     assert counted == 64 * 4 * vocab + 256 * 4 * width
     # Besides: the gradient for the hidden states, and a few numbers per token.
     assert counted < peak_bytes < counted + hidden.nbytes + 64 * tokens

@@ -1,4 +1,4 @@
-"""GPT-OSS's blocks: attention with sinks and biases, every other one within a window; and its kind of experts.
+"""GPT-OSS: attention with sinks and biases, every other block within a window, and a kind of experts of its own.
 
 The experts have biases, and a SwiGLU whose inputs are clamped and whose gates alternate with its values. Parameters
 have the shapes and order of the released 16-bit files.
@@ -6,7 +6,10 @@ have the shapes and order of the released 16-bit files.
 Shapes: R rows sorted by expert, E experts, D model width, F expert width, A inputs, Z outputs.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,18 +18,13 @@ from torch.nn import functional as F
 
 from torchround.keeping import keep
 from torchround.models.common.chunks import elements_at_once, in_slices
+from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.decoder import ATTENTION_NAMES, BlockSettings, attention_maker
 from torchround.models.common.experts import ExpertStack, Routes
-from torchround.models.common.family import Family
-from torchround.models.common.feed_forward import MoE
-from torchround.models.common.primitives import RMSNorm, init_linear_, lookup_gradient
-from torchround.models.gpt_oss.config import (
-    FLAVORS,
-    MODEL_TYPES,
-    GptOssConfig,
-    config_from_hf,
-    config_to_hf,
-)
+from torchround.models.common.family import Family, HFConfig, mixture_content, transformer_content
+from torchround.models.common.feed_forward import MoE, MoEShape
+from torchround.models.common.primitives import RMSNorm, lookup_gradient
+from torchround.models.common.rope import Rope, YarnScaling
 
 OWN_NAMES = {
     "attention.query.bias": "self_attn.q_proj.bias",
@@ -42,8 +40,28 @@ OWN_NAMES = {
     "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
 }
 
-
 BIAS_COLUMNS = 1024  # of the gradients of biases that are added up at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(TransformerConfig):
+    """GPT-OSS: experts in every block. In blocks 0, 2, 4 and so on a token sees `window` tokens, itself included.
+
+    SwiGLU's inputs are clamped at `swiglu_limit`, its gate is `x sigmoid(swiglu_alpha x)`.
+    """
+
+    moe: MoEShape
+    window: int
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise ModelConfigError(f"window = {self.window}, must be at least 1")
+
+    def window_of(self, index: int) -> int | None:
+        return None if index % 2 else self.window
 
 
 def block_settings(config: GptOssConfig) -> list[BlockSettings]:
@@ -57,11 +75,6 @@ def block_settings(config: GptOssConfig) -> list[BlockSettings]:
         )
         for index in range(config.num_layers)
     ]
-
-
-GPT_OSS: Family[GptOssConfig] = Family(
-    "gpt_oss", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "20B"
-)
 
 
 class GptOssExperts(ExpertStack):
@@ -91,21 +104,10 @@ class GptOssExperts(ExpertStack):
         # The product holds the routing weight already; the bias still needs it.
         return WeightedBias.apply(mixed, self.down_bias, experts, weights)
 
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
-        """Fill the stacks as every `ExpertStack`; biases begin at 0."""
-        init_linear_(self.gate_up, generator)
-        init_linear_(self.down, generator, output_scale)
-        with torch.no_grad():
-            self.gate_up_bias.zero_()
-            self.down_bias.zero_()
-
     def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
         """Count gate and up with their biases, clamped, and gradients; or columns of the biases' gradients in fp32."""
         at_once = elements_at_once(2 * self.ffn_size * num_rows, device)
         return max(6 * at_once * element_bytes, 2 * 4 * num_rows * min(BIAS_COLUMNS, 2 * self.ffn_size))
-
-    def matrix(self, stack: Tensor) -> Tensor:
-        return stack
 
 
 class ClampedSwiGLU(torch.autograd.Function):
@@ -195,7 +197,89 @@ def _clamp(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def _inside_clamp(gate_up: Tensor, limit: float) -> Tensor:
-    """Return where the clamp passes gradients, bool `[R, 2 F]`; gates have no lower limit."""
+    """Mark where the clamp passes gradients, bool `[R, 2 F]`; gates have no lower limit."""
     within = gate_up <= limit
     within[..., 1::2] &= gate_up[..., 1::2] >= -limit
     return within
+
+
+MODEL_TYPES = ("gpt_oss",)
+# Keys of its files of which no other value is supported.
+FIXED = {"hidden_act": "silu", "attention_bias": True, "attention_dropout": 0.0}
+EXPERT_KEYS = {
+    "num_experts": ("num_local_experts",),
+    "num_chosen": ("num_experts_per_tok",),
+    "ffn_size": ("intermediate_size",),
+}
+
+
+def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
+    hf = HFConfig(content, MODEL_TYPES, **FIXED)
+    fields = hf.transformer_fields()
+    hf.expect("layer_types", _layer_types(fields["num_layers"]))
+    return GptOssConfig(
+        rope=hf.rope(150000.0, "yarn"),
+        moe=hf.mixture(EXPERT_KEYS),
+        window=hf.get("sliding_window", int),
+        swiglu_limit=hf.number("swiglu_limit", 7.0),
+        swiglu_alpha=hf.number("swiglu_alpha", 1.702),
+        **fields,
+    )
+
+
+def config_to_hf(config: GptOssConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "sliding_window": config.window,
+        "layer_types": _layer_types(config.num_layers),
+        "swiglu_limit": config.swiglu_limit,
+        "swiglu_alpha": config.swiglu_alpha,
+        **FIXED,
+        **mixture_content(config.moe, EXPERT_KEYS),
+        **transformer_content(config),
+    }
+
+
+def _layer_types(num_layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[index % 2] for index in range(num_layers)]
+
+
+_ROPE = Rope(150000.0, YarnScaling(factor=32.0, original_positions=4096, truncate=False))
+
+
+def _sized(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, moe: MoEShape) -> GptOssConfig:
+    return GptOssConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        ffn_size=ffn,
+        vocab_size=201088,
+        rope=_ROPE,
+        max_positions=131072,
+        moe=moe,
+        window=128,
+    )
+
+
+# Vocabulary of 260: 256 bytes and 4 special tokens; the tokenizer's own size replaces it. 1.3 M parameters.
+_DEBUG = replace(
+    _sized(6, 128, 4, 2, 56, MoEShape(8, 2, 56, balance_coefficient=0.001)),
+    head_dim=32,
+    vocab_size=260,
+    window=16,
+)
+
+FLAVORS: Mapping[str, GptOssConfig] = MappingProxyType(
+    {
+        "debug": _DEBUG,
+        "20B": _sized(24, 2880, 64, 8, 2880, MoEShape(32, 4, 2880)),
+        "120B": _sized(36, 2880, 64, 8, 2880, MoEShape(128, 4, 2880)),
+    }
+)
+
+GPT_OSS: Family[GptOssConfig] = Family(
+    "gpt_oss", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "20B"
+)
