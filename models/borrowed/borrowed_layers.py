@@ -170,7 +170,9 @@ class BorrowedHead(BorrowedLayer):
         tail = {name: anatomy.body.get_submodule(name) for name in anatomy.after}
         free = not tail.keys() & dict(anatomy.model.named_children()).keys()
         assert free, "names of the tail are free in the model"
-        outer = with_modules(anatomy.model, {anatomy.body_name: StandInBody(anatomy.output_class), **tail})
+        outer = with_modules(
+            anatomy.model, {anatomy.body_name: StandInBody(anatomy.body, anatomy.output_class), **tail}
+        )
         super().__init__(outer, shell, initialiser)
         self.tail, self.projection, self.width = anatomy.after, anatomy.projection, shell.width
 

@@ -281,7 +281,8 @@ def _made_by(model: Any, module: nn.Module, buffers: Mapping[str, Tensor], fill:
     for name, buffer in buffers.items():
         module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
     with torch.no_grad():
-        model._init_weights(module)
+        for one in (module, *model.children()):  # a body may fill what its blocks hold
+            model._init_weights(one)
     return {name: module.get_buffer(name).clone() for name in buffers}
 
 
@@ -533,7 +534,7 @@ def _projection(model: Any, body_name: str, output_class: type, width: int) -> s
         return None
     calls: list[tuple[Tensor, Tensor]] = []
     handle = last.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
-    outer = with_modules(model, {body_name: StandInBody(output_class)})
+    outer = with_modules(model, {body_name: StandInBody(model.get_submodule(body_name), output_class)})
     with no_memory(), torch.no_grad():
         states = torch.empty((1, 3, width))
         weights = fake_parameters(outer, states.dtype)
