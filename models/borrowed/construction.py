@@ -75,10 +75,11 @@ def read_config(content: Mapping[str, Any]) -> ReadConfig:
     known = {key: value for key, value in content.items() if key not in ("auto_map", "quantization_config")}
     try:
         whole = configs[model_type].from_dict(known)
-        config = whole.get_text_config()
+        is_pair = getattr(whole, "is_encoder_decoder", False)  # it may have two text models
+        config = whole if is_pair else whole.get_text_config()
     except Exception as error:  # each config class checks its own keys, and raises what it likes
         raise ModelConfigError(f"config.json is not one of model_type {model_type!r}: {error}") from error
-    if getattr(whole, "is_encoder_decoder", False):
+    if is_pair:
         raise refuse(model_type, "it has an encoder beside its decoder")
     if _causal_class(config, has_whole=config is not whole) is None:
         inner = "" if config is whole else f"its text model, {config.model_type!r}, does not fit: "
@@ -124,7 +125,10 @@ def _causal_class(config: Any, has_whole: bool) -> Any:
         return kinds[type(config)]
     if not has_whole or type(config) not in bodies:
         return None
-    body_class = bodies[type(config)]
+    try:
+        body_class = bodies[type(config)]
+    except ValueError:  # a table of transformers names a class that it does not have
+        return None
     base: Any = next(kind for kind in body_class.__mro__[1:] if issubclass(kind, package.PreTrainedModel))
 
     class BodyWithHead(base):
