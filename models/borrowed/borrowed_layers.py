@@ -64,12 +64,18 @@ class BorrowedLayer(nn.Module):
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Fill the parameters as the model's own initialiser does, with numbers of `generator`."""
+
+        def fill(module: nn.Module) -> None:
+            module = self.core if module is self else module
+            if not hasattr(module, "_init_weights"):  # a model, whose parameters are all of its modules
+                self.__dict__["initialiser"](module)
+
         # The initialisers of transformers draw from the process's generator.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(
                 generator.get_state()
             )  # of the host alone: `manual_seed` would reach every accelerator
-            self.apply(lambda module: self.__dict__["initialiser"](self.core if module is self else module))
+            self.apply(fill)
             generator.set_state(torch.get_rng_state())
         self.init_adapters(generator)
 
@@ -164,7 +170,9 @@ class BorrowedHead(BorrowedLayer):
         tail = {name: anatomy.body.get_submodule(name) for name in anatomy.after}
         free = not tail.keys() & dict(anatomy.model.named_children()).keys()
         assert free, "names of the tail are free in the model"
-        outer = with_modules(anatomy.model, {anatomy.body_name: StandInBody(anatomy.output_class), **tail})
+        outer = with_modules(
+            anatomy.model, {anatomy.body_name: StandInBody(anatomy.body, anatomy.output_class), **tail}
+        )
         super().__init__(outer, shell, initialiser)
         self.tail, self.projection, self.width = anatomy.after, anatomy.projection, shell.width
 

@@ -76,10 +76,11 @@ def read_config(content: Mapping[str, Any]) -> ReadConfig:
     known = {key: value for key, value in content.items() if key not in ("auto_map", "quantization_config")}
     try:
         whole = configs[model_type].from_dict(known)
-        config = whole.get_text_config()
+        is_pair = getattr(whole, "is_encoder_decoder", False)  # it may have two text models
+        config = whole if is_pair else whole.get_text_config()
     except Exception as error:  # each config class checks its own keys, and raises what it likes
         raise ModelConfigError(f"config.json is not one of model_type {model_type!r}: {error}") from error
-    if getattr(whole, "is_encoder_decoder", False):
+    if is_pair:
         raise refuse(model_type, "it has an encoder beside its decoder")
     if _causal_class(config, has_whole=config is not whole) is None:
         inner = "" if config is whole else f"its text model, {config.model_type!r}, does not fit: "
@@ -125,7 +126,10 @@ def _causal_class(config: Any, has_whole: bool) -> Any:
         return kinds[type(config)]
     if not has_whole or type(config) not in bodies:
         return None
-    body_class = bodies[type(config)]
+    try:
+        body_class = bodies[type(config)]
+    except ValueError:  # a table of transformers names a class that it does not have
+        return None
     base: Any = next(kind for kind in body_class.__mro__[1:] if issubclass(kind, package.PreTrainedModel))
 
     class BodyWithHead(base):
@@ -283,7 +287,8 @@ def _made_by(model: Any, module: nn.Module, buffers: Mapping[str, Tensor], fill:
     for name, buffer in buffers.items():
         module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
     with torch.no_grad():
-        model._init_weights(module)
+        for one in (module, *model.children()):  # a body may fill what its blocks hold
+            model._init_weights(one)
     return {name: module.get_buffer(name).clone() for name in buffers}
 
 
@@ -533,7 +538,7 @@ def _projection(model: Any, body_name: str, output_class: type, width: int) -> s
         return None
     calls: list[tuple[Tensor, Tensor]] = []
     handle = last.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
-    outer = with_modules(model, {body_name: StandInBody(output_class)})
+    outer = with_modules(model, {body_name: StandInBody(model.get_submodule(body_name), output_class)})
     with no_memory(), torch.no_grad():
         states = torch.empty((1, 3, width))
         weights = fake_parameters(outer, states.dtype)

@@ -100,10 +100,14 @@ class StandIn(nn.Module):
 
 
 class StandInBody(nn.Module):
-    """The place of a body in a head. It returns its input, so that the model's own forward turns hidden states into logits."""
+    """The place of a body in a head. It returns its input, so that the model's own forward turns hidden states into logits.
 
-    def __init__(self, output_class: type) -> None:
+    It has the body's numbers: a forward may scale logits by one of them.
+    """
+
+    def __init__(self, body: nn.Module, output_class: type) -> None:
         super().__init__()
+        self.__dict__ |= {name: value for name, value in vars(body).items() if isinstance(value, int | float)}
         self.output_class = output_class
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:

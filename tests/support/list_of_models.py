@@ -84,7 +84,7 @@ def _config(model_type):
 
 def _reason(message, model_type):
     message = message.removeprefix(f"model_type {model_type!r} of transformers ")
-    message = message.removeprefix("does not fit torchround's layers: ")
+    message = message.split("does not fit torchround's layers: ")[-1]
     return " ".join(message.replace("|", "\\|").split())
 
 

@@ -112,7 +112,7 @@ def all_names(hf_names):
 
 def released_gradients(theirs):
     """Writes a copy whose weights are the gradients. A weight without a gradient has zeros."""
-    holder = type(theirs)(theirs.config)
+    holder = type(theirs)._from_config(theirs.config, dtype=torch.float32)
     gradients = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in holder.named_parameters():

@@ -132,6 +132,12 @@ for _latent in (
     *("glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"),
 ):
     OWN[_latent] = {"num_key_value_heads": 4}
+# Directions in a picture fill the pairs of a head.
+for _pictured in ("cosmos3_edge_text", "glm4v_text", "glm_ocr_text", "qwen2_5_vl_text", "qwen2_vl_text"):
+    OWN[_pictured] = {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}
+for _tower in ("glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision", "qwen2_vl_vision"):
+    OWN[_tower] = TOWER | {"embed_dim": 32, "intermediate_size": 48}
+OWN["glm4v_moe_text"] = {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}}
 
 
 def toy_config(model_type, **overrides):
@@ -141,7 +147,7 @@ def toy_config(model_type, **overrides):
     small = {key: value for key, value in SMALL.items() if key in known}
     small |= {key: 0.0 for key in DROPOUT if key in known}
     for name in getattr(kind, "sub_configs", {}):  # a decoder beside encoders of pictures or sound
-        if hasattr(part := getattr(usual, name, None), "model_type"):
+        if getattr(part := getattr(usual, name, None), "model_type", ""):
             small[name] = toy_config(part.model_type).to_dict()
     return kind(**{**small, **OWN.get(model_type, {}), **overrides})
 
