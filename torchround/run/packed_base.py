@@ -5,7 +5,8 @@ checksums, and a kill leaves no half of it. The digest is of the base, the forma
 cache may serve runs of several kinds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +45,14 @@ class PackedBase:
             return
         views, caches = _views(bundles), self._caches(bundles)
         if caches is not None and caches.checkpoints():
-            with _NamingCache():
+            with _errors_of_cache():
                 load_checkpoint(caches.named(0), views, lambda name: False)
             return
         with store.writing() as places:
             self.weights.load({name: places[name] for name in self.model.packed})
         if caches is not None:
             size = sum(view.nbytes for view in views.values())
-            with _NamingCache():
+            with _errors_of_cache():
                 caches.save(
                     0, views, {}, advance=Progress(f"writing {caches.folder}", size, size_text).advance
                 )
@@ -69,7 +70,7 @@ class PackedBase:
         if not caches.checkpoints():
             self.fill(store)
         folder, found = caches.named(0), {}
-        with _NamingCache():
+        with _errors_of_cache():
             verify_checkpoint(folder, Progress(f"verifying {folder}", text=size_text).advance)
         for path in sorted(folder.glob("*.safetensors")):
             whole = map_file(path)
@@ -97,14 +98,12 @@ def _views(bundles: Sequence[Bundle]) -> dict[str, Tensor]:
     return {_name(bundle): bundle.device_weights[0].view(torch.uint8) for bundle in bundles}
 
 
-class _NamingCache:
-    """A block whose errors about the cache name its key and the way out."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CheckpointError | HFError):
-            raise RunError(
-                f"lora.base_cache: {error}; delete that folder, and the weights are packed anew"
-            ) from error
+@contextmanager
+def _errors_of_cache() -> Iterator[None]:
+    """Name the key and the way out in errors about the cache."""
+    try:
+        yield
+    except (CheckpointError, HFError) as error:
+        raise RunError(
+            f"lora.base_cache: {error}; delete that folder, and the weights are packed anew"
+        ) from error
