@@ -8,7 +8,7 @@ Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from torchround.accelerators import PLANNED_KIND, as_if_on
 from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
-from torchround.models.borrowed.compiled_core import core_of_tensors
 from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, count_logits, extrapolate
+from torchround.models.borrowed.recognised_parts import UNREAD
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
 from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
@@ -157,6 +157,52 @@ class BorrowedBlock(BorrowedLayer):
         found = self.core(hidden, *call.args, **call.kwargs)
         result: Tensor = found[0] if self.entries else found
         return result
+
+
+TENSOR = "a tensor"
+
+
+class CoreOfTensors(nn.Module):
+    """A core that is called with the hidden state, all other tensors, and the micro-batch: a function of tensors to compile.
+
+    The core of a block is called with more: plain values, and places of masks. These are the same for each micro-batch, so
+    they become part of the code.
+    """
+
+    # The hidden state alone gets a gradient.
+    differentiable = 1
+    leaves: tuple[Any, ...]
+    structure: Any
+    entries: int
+
+    def forward(self, inputs: tuple[Tensor, ...], micro_batch: MicroBatch) -> Tensor:
+        hidden, *others = inputs
+        tensors = iter(others)
+        leaves = [next(tensors) if leaf == TENSOR else leaf for leaf in self.leaves]
+        call = BlockCall(*torch.utils._pytree.tree_unflatten(leaves, self.structure))
+        call = call.with_documents(documents_of(micro_batch))
+        found: Any = super().forward(hidden, *call.args, **call.kwargs)
+        result: Tensor = found[0] if self.entries else found
+        return result
+
+
+def core_of_tensors(core: nn.Module, call: BlockCall, entries: int) -> Any:
+    """Make a twin of `core` that is called as in `CoreOfTensors`, and otherwise as in `call`."""
+    twin = with_modules(core, {})
+    twin._modules.pop("shell", None)  # a child of the layer, which shares its children with the core
+    kind: Any = type(core)
+    twin.__class__ = _class_of(kind)
+    leaves, twin.structure = torch.utils._pytree.tree_flatten((call.args, call.kwargs))
+    twin.leaves = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    twin.entries = entries
+    if hasattr(twin, "layer_idx"):
+        twin.layer_idx = UNREAD
+    return twin
+
+
+@cache
+def _class_of(core: type) -> type:
+    return type(f"{core.__name__}OfTensors", (CoreOfTensors, core), {})
 
 
 class BorrowedHead(BorrowedLayer):

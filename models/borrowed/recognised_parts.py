@@ -12,10 +12,10 @@ k experts per token, R = N k rows sorted by expert, F expert width.
 import copy
 import logging
 from abc import ABCMeta
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from torchround.accelerators import as_if_on
 from torchround.keeping import keep
-from torchround.models.borrowed.compiled_core import take_numbers
 from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
 from torchround.models.common.attention import allowed_pairs, attend
@@ -129,7 +128,8 @@ def let_adapt(model: nn.Module) -> None:
         stacks = [getattr(module, name, None) for name in names]
         if all(isinstance(stack, nn.Parameter) and stack.ndim == 3 for stack in stacks):
             experts: Any = module
-            experts.__class__ = _adaptable(type(module))
+            kind: Any = type(module)
+            experts.__class__ = _adaptable(kind)
             experts.adaptable, experts.inputs_first = names, module.is_transposed
 
 
@@ -263,11 +263,12 @@ def _compare_experts(experts: Any) -> None:
     _expect_equal(run(NAME), run(experts.config._experts_implementation), type(experts).__name__)
 
 
-def _derivatives(function: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    result = function()
+def _derivatives(function: Callable[[], Any], leaves: Sequence[Tensor]) -> list[Tensor]:
+    found = function()
+    result = found[0] if isinstance(found, tuple) else found
     grad = torch.linspace(-1, 1, result.numel()).view_as(result)
-    found = torch.autograd.grad(result, list(leaves), grad, allow_unused=True)
-    return [result.detach(), *(torch.zeros(()) if one is None else one for one in found)]
+    gradients = torch.autograd.grad(result, list(leaves), grad, allow_unused=True)
+    return [result.detach(), *(torch.zeros(()) if one is None else one for one in gradients)]
 
 
 def _expect_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], name: str) -> None:
@@ -377,6 +378,41 @@ def _runs_without_number(block: nn.Module, call: BlockCall, hidden: Tensor) -> b
     return True
 
 
+class Unread:
+    """The place of a block's number, which `transformers` needs for a cache, and which would make each block a kind of its own.
+
+    Comparing it, computing with it or looking something up by it raises.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, _: Any) -> "Unread":
+        return self
+
+    def _raise(self, *_: Any) -> Any:
+        raise TypeError("the block reads its number")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __truediv__ = _raise
+    __rtruediv__ = __floordiv__ = __str__ = __format__ = _raise
+
+
+UNREAD = Unread()
+
+
+def take_numbers(blocks: Iterable[nn.Module]) -> list[tuple[Any, int]]:
+    """Replace the numbers of blocks in all their modules. Returns these, each with its number."""
+    modules: list[Any] = [module for block in blocks for module in block.modules()]
+    taken = [
+        (module, module.layer_idx)
+        for module in modules
+        if isinstance(getattr(module, "layer_idx", None), int)
+    ]
+    for module, _ in taken:
+        module.layer_idx = UNREAD
+    return taken
+
+
 def _compare_attention(call: AttentionCall) -> None:
     """Run both implementations on heads of the call's shapes, in documents, with a small window and without one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -392,18 +428,12 @@ def _compare_attention(call: AttentionCall) -> None:
     shapes = [(2, heads.shape[1], positions.shape[1], heads.shape[3]) for heads in call.heads]
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     for window in (None, 3):
-        results: list[list[Tensor]] = []
-        for function, mask in (
-            (attend_documents, MaskPlace(window, documents)),
-            (sdpa_attention_forward, allowed_pairs(documents.ids, window)),
-        ):
-
-            def run(function: Any = function, mask: Any = mask) -> Tensor:
-                mixed: Tensor = function(call.module, *leaves, mask, **call.others)[0]
-                return mixed
-
-            results.append(_derivatives(run, leaves))
-        ours, theirs = results
+        masks = MaskPlace(window, documents), allowed_pairs(documents.ids, window)
+        functions: tuple[Any, Any] = attend_documents, sdpa_attention_forward
+        ours, theirs = (
+            _derivatives(partial(run, call.module, *leaves, mask, **call.others), leaves)
+            for run, mask in zip(functions, masks, strict=True)
+        )
         _expect_equal(ours, theirs, type(call.module).__name__)
 
 

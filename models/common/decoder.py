@@ -254,8 +254,9 @@ class Head(nn.Module):
             init_linear_(self.weight, generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        num_tokens, trained = batch * tokens, self.weight.requires_grad
-        projection = loss_work(num_tokens, *self.weight.shape, element_bytes, trained, device)
+        num_tokens, (vocab, width) = batch * tokens, self.weight.shape
+        trained = self.weight.requires_grad
+        projection = loss_work(num_tokens, vocab, width, element_bytes, trained, device)
         return self.norm.work(num_tokens, element_bytes, device) + projection
 
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from torchround.accelerators import has_float32_products, is_accelerator
 from torchround.layer import IGNORED_LABEL, LayerWork, Products
+from torchround.models.kernels.operation import operation, uses_triton
 from torchround.models.kernels.projections import add_product_
-from torchround.models.kernels.softmax_loss import BLOCK_BYTES, softmax_loss_
 
 # fp32 logits of a chunk on the CPU. Larger chunks read and write the weight's gradient less often.
 CHUNK_BYTES = 1 << 28
@@ -35,6 +35,7 @@ CHUNK_BYTES = 1 << 28
 ACCELERATOR_CHUNK_BYTES = 5 << 28
 TOKEN_MULTIPLE = 256  # no tile of a product is then partly empty
 BLOCK_ROWS = 16384
+BLOCK_BYTES = 1 << 26  # fp32 scratch of softmax and loss, without Triton
 
 
 def token_loss_sum(
@@ -188,3 +189,43 @@ def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     for start in range(0, len(total), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
         total[rows] += grad_logits[:, rows].T @ hidden
+
+
+# Token losses from a chunk of logits, and the logits' gradient written over them. A kind with Triton runs one kernel, which
+# reads the logits from memory once and writes them once. Every other kind computes block by block in fp32.
+
+
+@operation(
+    "softmax_loss_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, float factor, bool differentiate) -> ()",
+    "softmax_loss_triton.launch_softmax_loss",
+)
+def _softmax_loss_result(*_: object) -> None:
+    pass
+
+
+def softmax_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
+    """Write `losses [n]` fp32 of `logits [n, V]`, 0 for an ignored label. It uses up the logits.
+
+    With `differentiate` they are replaced by their gradient times `factor`, rounded to their dtype once.
+    """
+    if uses_triton(logits):
+        torch.ops.torchround.softmax_loss_(logits, labels, losses, factor, differentiate)
+        return
+    rows = max(1, BLOCK_BYTES // (4 * logits.shape[1]))
+    for part, index, found in zip(logits.split(rows), labels.split(rows), losses.split(rows), strict=True):
+        _block_loss_(part, index, found, factor, differentiate)
+
+
+def _block_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
+    counted = labels != IGNORED_LABEL
+    index = labels.where(counted, 0)[:, None]
+    wide = logits.float()
+    wide -= wide.amax(dim=-1, keepdim=True)  # so that no exponential overflows
+    chosen = wide.gather(1, index)
+    sums = wide.exp_().sum(dim=-1, keepdim=True)
+    losses.copy_((sums.log() - chosen)[:, 0].where(counted, 0.0))
+    if differentiate:
+        wide /= sums
+        # softmax - onehot(label). Each row gets one entry, so the scatter has no order that could vary.
+        wide.scatter_(1, index, wide.gather(1, index) - 1.0)
+        logits.copy_(wide.mul_(counted[:, None] * factor))

@@ -8,13 +8,14 @@ Shapes: B sequences, T tokens, N = B T, H heads, K kv heads, C channels of a hea
 """
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchround.layer import KERNEL_BLOCK
-from torchround.models.kernels.sink_scores import join_sinks, sinks_gradient
+from torchround.models.common.sinks import join_sinks, sinks_gradient
 
 # `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
 Once = Callable[[Hashable, Callable[[], Tensor]], Tensor]
@@ -58,15 +59,11 @@ def attend_by_offsets(
     """Compute `attend` for `[B, T, H, C]` from key and value `[B, T, K, C]`. Works on CUDA in 16 bits only."""
     flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [B, T, ..] -> [N, H or K, C]
     ids, bound, longest, once = documents
-    if not isinstance(bound, int):
-        return _OffsetAttention.apply(*flat, ids, bound, longest, window, sinks, scale).view_as(query)
-
-    def make_offsets() -> Tensor:
-        return document_offsets(ids, bound)
-
-    offsets = make_offsets() if once is None else once("document offsets", make_offsets)
-    longest = ids.shape[1] if longest is None else longest
-    return _OffsetAttention.apply(*flat, offsets, None, longest, window, sinks, scale).view_as(query)
+    if isinstance(bound, int):
+        longest = ids.shape[1] if longest is None else longest
+        make = partial(document_offsets, ids, bound)
+        ids, bound = make() if once is None else once("document offsets", make), None
+    return _OffsetAttention.apply(*flat, ids, bound, longest, window, sinks, scale).view_as(query)
 
 
 class _OffsetAttention(torch.autograd.Function):

@@ -5,13 +5,17 @@ A flash kernel computes the output `o` and the log-sum-exp `l` without the sink 
 gradient of the output. Called with `o'` and `l'`, it gives the exact gradients of query, key and value; the gradient
 of the sink is `-sum exp(s - l') (grad . o')`. Nothing of size T^2 is kept.
 
-Shapes: B sequences, T tokens, H heads, K kv heads, C channels of a head.
+Shapes: B sequences, T tokens, N = B T, H heads, K kv heads, C channels of a head, P partial sums of the sinks' gradient.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchround.models.kernels.operation import operation, uses_triton
+
+MOST_PARTIALS = 512  # programs of a backward; each adds up its own tokens
 
 
 def attend_with_sinks(
@@ -109,3 +113,44 @@ def _backward_kernel(
 def _repeat(heads: Tensor, query: Tensor) -> Tensor:
     """Give each query head its own copy of its kv head: the CUDA kernel with a mask cannot share them."""
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+# Sinks added to the result of a flash kernel by document offsets. Triton has one kernel forward and one backward, which compute
+# in fp32 and round where a result is written.
+
+
+def tokens_each(tokens: int) -> int:
+    """Count how many tokens' gradients one program adds up, by `tokens` alone: equal runs add alike on every card."""
+    return max(1, -(-tokens // MOST_PARTIALS))
+
+
+def join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute output `[N, H, C]` and log-sum-exp `[H, N]` fp32 with `sinks [H]` in the softmax."""
+    if uses_triton(output):
+        return torch.ops.torchround.join_sinks(output, log_sums, sinks)
+    share, log_sums = add_sinks(log_sums, sinks.float()[:, None])  # [H, N]
+    return output * share.T[..., None].to(output.dtype), log_sums
+
+
+def sinks_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Compute the sinks' gradient `[H]` fp32. Output and log-sum-exp have the sinks in them."""
+    if uses_triton(grad):
+        return torch.ops.torchround.join_sinks_backward(grad, output, log_sums, sinks).sum(dim=0)
+    moved = (grad.float() * output).sum(dim=-1).T  # [H, N]
+    return sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=1)
+
+
+@operation(
+    "join_sinks(Tensor output, Tensor log_sums, Tensor sinks) -> (Tensor, Tensor)",
+    "sink_scores_triton.launch_join_sinks",
+)
+def joined_results(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(output), torch.empty_like(log_sums)
+
+
+@operation(
+    "join_sinks_backward(Tensor grad, Tensor output, Tensor log_sums, Tensor sinks) -> Tensor",
+    "sink_scores_triton.launch_join_sinks_backward",
+)
+def partial_gradients(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    return log_sums.new_empty((-(-len(grad) // tokens_each(len(grad))), len(sinks)))

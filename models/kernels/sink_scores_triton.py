@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchround.models.kernels.sink_scores import joined_results, partial_gradients, tokens_each
+from torchround.models.common.sinks import joined_results, partial_gradients, tokens_each
 
 ELEMENTS_OF_A_WARP = 512
 

@@ -15,9 +15,9 @@ from tests.support.interpreted import UNITS, assert_rounded, random
 from tests.support.rounding import FP32, assert_close_in_sums
 from tests.support.small_decoders import decoder
 from torchround.layer import IGNORED_LABEL
+from torchround.models.common.loss import softmax_loss_
+from torchround.models.common.sinks import join_sinks, sinks_gradient, tokens_each
 from torchround.models.kernels import operation
-from torchround.models.kernels.sink_scores import join_sinks, sinks_gradient, tokens_each
-from torchround.models.kernels.softmax_loss import softmax_loss_
 
 F32, F16, BF16 = UNITS
 FACTOR = 0.37

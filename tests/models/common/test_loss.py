@@ -11,7 +11,6 @@ from tests.support.rounding import BF16, FP16, FP32, assert_close_in_sums
 from torchround.engine.engine import forget_variables
 from torchround.layer import IGNORED_LABEL
 from torchround.models.common import loss
-from torchround.models.kernels import softmax_loss
 
 
 def on_cpu(hidden, weight, labels):
@@ -37,9 +36,7 @@ TWO_BF16_ROUNDINGS = 2 * BF16
 def limit(monkeypatch):
     def set_limits(**limits):
         for name, value in limits.items():
-            for module in (loss, softmax_loss):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, value)
+            monkeypatch.setattr(loss, name, value)
 
     return set_limits
 
