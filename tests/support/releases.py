@@ -43,13 +43,13 @@ CONFIGS, PAGE = ROOT / "tests" / "releases" / "configs", ROOT / "docs" / "releas
 STEPS, CLOSE = 3, 1e-5
 FEW = 3  # recipes: fewer say nothing about a rank
 TAIL = """
-## With parts of our own
+## Why weights are drawn as they are
 
-The rows above were made before blocks of borrowed models ran by parts of torchround's own ([models.md](models.md#decoders-of-transformers)).
-With these, on the same day, two rows missed the limit, and `--write` writes no page then: google/gemma-4-26B-A4B had logits of
-1.05e-5, and Nemotron 3 Nano of 9.9e-5 in one run and 6.4e-6 in another. Losses differed by less than 2e-7, and each weight tensor by less than
-3e-7 in its norm. So training is the same to rounding, and the logits of these toys grow such differences through many layers
-and the choice of experts. Gentler toy weights or a bound on weights have to settle it.
+With matrices twice as large and embeddings of their size two rows missed the limit: gemma-4-26B-A4B had logits of 1.05e-5, Nemotron 3
+Nano of 9.9e-5 in one run and 6.4e-6 in another. Compared with the same loop in fp64, `transformers` was 9.8e-6 away for Gemma, torchround 7.2e-6,
+and the weights of each by 1.1e-7 in the norm of a tensor, one rounding. The two sets of weights evaluated in fp64 still gave
+logits 1.0e-5 apart: such a toy makes 100 times as much of a change of its weights. Nemotron's had all 52 layers besides, and has 6 now. With one
+rule for all rows, embeddings of size 1 and matrices of 0.1 that fall with the width, no row makes more than 9 times as much of it.
 
 ## Real tokenizer files
 
@@ -168,8 +168,8 @@ this page. Do not edit it.
 
 **Which.** The releases of 2025 and 2026 that most public recipes train, by the number of files that name one of their sizes: in
 the notebooks of Unsloth (2026-08-18) and the examples of Axolotl (2026-07-24), LLaMA-Factory (2026-08-18), ms-swift
-(2026-08-22) and TRL (2026-07-24). Models of speech and of embeddings are left out, and so are
-InternVL3 and SmolVLM2 (7 recipes each) and Mistral Small 4 and Medium 3.5 (6), whose configs were not collected. {extra}
+(2026-08-22) and TRL (2026-07-24). Models of speech and of embeddings are left out. Mistral Small 4 shares its row with Medium 3.5, whose
+config was not found, and InternVL3 is the release in `transformers`' layout: the other one has code of its own, which is never run. {extra}
 
 **How.** `tests/releases/configs` has the `config.json` of each release. Where no copy of the file was found, it has the defaults of
 `transformers` for it ([below](#where-the-configs-are-from)). A toy release has its layout at small sizes: kinds of layers, windows, rotations, norms, tied weights, experts, quantisation, encoders of pictures,
@@ -177,8 +177,7 @@ names of tensors, and a tokenizer of its kind. It passes if a dry run accepts it
 `transformers` {version}, a run resumed after step 2 has the bits of the whole one, the class that the release names loads the export
 with no tensor missing or left over, and its logits are those of that loop. Both differ by less than 1e-5 of the largest
 value, in fp32. Weights are random: a row says that the layout is read, trained and written, not what the model knows.
-Their scale falls with the width, and is smaller in models with linear attention: with larger weights five rows (LFM2, DeepSeek-V3,
-Qwen3.5 twice, Qwen3-Next) were between 1.1e-5 and 1.9e-5.
+[How they are drawn](#why-weights-are-drawn-as-they-are) keeps rounding small.
 
 **{passed} of {rows} pass**; of the {ranked} that recipes name most, {ranked_passed}.
 

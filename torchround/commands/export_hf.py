@@ -11,8 +11,9 @@ these keys on the command line: `--model.hf_path FOLDER`.
 Adapters (`[lora]`) are merged into the weights; `--adapters` writes them alone, as a folder that PEFT loads.
 
 The export streams from file to file, so it needs a few MiB of memory for a model of any size. Every tensor keeps the type
-that it has in `model.hf_path`. Without such a folder, and for MXFP4, it gets the training dtype; `--dtype` sets one type
-for all. The folder appears once it is complete. Exit code 2: an argument cannot be used.
+that it has in `model.hf_path`; without such a folder it gets the training dtype. `--dtype` sets one type for all. Weights
+that the folder packs (FP8, MXFP4) become bf16; with `--frozen original` those that training left as they were keep its codes
+and scales. The folder appears once it is complete. Exit code 2: an argument cannot be used.
 """
 
 import re
@@ -39,9 +40,9 @@ from torchround.config.validate import RawConfig
 from torchround.data.text.template_files import TEMPLATE_FILE, TOKENIZER_FILES, export_tokenizer, folder_of
 from torchround.hf import HFError
 from torchround.hf import adapters as peft
-from torchround.hf.export import SHARD_BYTES, ExportedTensor, unstack, write_tensors
+from torchround.hf.export import SHARD_BYTES, ExportedTensor, keep_packed, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, CardFacts, model_card
-from torchround.hf.packed import RoundedTensor
+from torchround.hf.packed import PackedTensor, RoundedTensor
 from torchround.hf.tensor_folder import INDEX_FILE, QUANTISATION_KEYS, read_object
 from torchround.layer import HFNames, names_in
 from torchround.models import MAGNITUDE, Adapter, adapter_names, adapters_of, peft_config
@@ -65,14 +66,17 @@ def main(arguments: list[str]) -> int:
     add(
         "--original-base",
         action="store_true",
-        help="merge into weights as released, not as lora.base rounds them",
+        help="merge into released weights, not as lora.base rounds them",
     )
-    add("--dtype", choices=DTYPES, help="type of every tensor")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--dtype", choices=DTYPES, help="type of every tensor")
+    kinds.add_argument("--frozen", choices=("original",), help="FP8 and MXFP4 where weights did not change")
     given, overrides = parser.parse_known_args(arguments)
 
     def run() -> int:
         own = None if given.config is None else load_config(given.config)
-        asked = {"adapters": given.adapters, "dtype": given.dtype, "original_base": given.original_base}
+        asked = {"adapters": given.adapters, "dtype": given.dtype, "packed": given.frozen is not None}
+        asked["original_base"] = given.original_base
         say(export(given.checkpoint, given.output, own, overrides, **asked))
         return 0
 
@@ -87,12 +91,13 @@ def export(
     *,
     adapters: bool = False,
     dtype: str | None = None,
+    packed: bool = False,
     original_base: bool = False,
 ) -> str:
     """Write the folder. Returns a line that lists its files.
 
     `own` and `overrides` are the user's own, and give the keys of `OWN_KEYS`. `dtype` is a name in `DTYPES`; None keeps
-    the type that each tensor has in the base. Raises `HFError`, `CheckpointError`, `ConfigError`, `ModelConfigError`,
+    the type that each tensor has in the base. `packed` keeps its codes of weights that did not change. Raises `HFError`, `CheckpointError`, `ConfigError`, `ModelConfigError`,
     `TokenizerError` or `OSError`; no folder of that name is left then.
     """
     if output.exists():
@@ -113,10 +118,6 @@ def export(
         raise HFError(f"{checkpoint} has no adapters: its run had lora.rank = 0")
     content = {} if base is None else read_object(base / "config.json")
     content = content or saved.family.config_to_hf(saved.shape)
-    for key in QUANTISATION_KEYS:  # packed weights are written as numbers
-        for holder in (content, content.get("text_config")):
-            if isinstance(holder, dict):
-                holder.pop(key, None)
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = dtype or content.get("dtype", content.get("torch_dtype", config.training.dtype))
     content.pop("torch_dtype", None)
@@ -147,9 +148,11 @@ def export(
                 body = re.split(r"\d+\.", str(names[0]), maxsplit=1)[0]
                 content["exclude_modules"] = f"(?!{re.escape(body)}).*"
         else:
-            files = write_tensors(
-                folder, hf_tensors(saved, config, dtype, trained, original_base), SHARD_BYTES
-            )
+            tensors, unpacked = hf_tensors(saved, config, dtype, trained, original_base), None
+            if packed and saved.base is not None:
+                tensors, unpacked = keep_packed(tensors, saved.base.stored_tensors())
+            set_quantisation(content, unpacked)
+            files = write_tensors(folder, tensors, SHARD_BYTES)
             name, written = "config.json", write_generation(folder, content, config)
             if saved.base is not None and saved.base.carried:
                 written += copy_others(folder, saved.base.folder)
@@ -212,7 +215,9 @@ def hf_tensors(
         # Merged into the numbers that the adapters were trained with.
         trained_in = DTYPES[config.training.dtype]
         for name in names_in(names[weight]):
-            in_base[name] = RoundedTensor.of(in_base[name], packed, trained_in)
+            stored = in_base[name]
+            if not (isinstance(stored, PackedTensor) and stored.packs_as(packed)):
+                in_base[name] = RoundedTensor.of(stored, packed, trained_in)
     dtypes = {} if base is None or dtype else base.dtypes()
     otherwise = DTYPES[dtype or config.training.dtype]
 
@@ -240,6 +245,20 @@ def hf_tensors(
     others = {} if base is None else base.carried
     carried = [ExportedTensor(name, tensor, tensor.known_dtype) for name, tensor in others.items()]
     return chain(peft.merge_adapters(unstacked(names), placed), carried)
+
+
+def set_quantisation(content: dict[str, Any], unpacked: Sequence[str] | None) -> None:
+    """Name the modules that are `unpacked` in the quantisation of a config.json; None if no weight is packed: take it out."""
+    for key in QUANTISATION_KEYS:
+        for holder in filter(lambda one: isinstance(one, dict), (content, content.get("text_config"))):
+            table = holder.pop(key, None)
+            if unpacked is None or not isinstance(table, dict):
+                continue
+            is_compressed = table.get("quant_method") == "compressed-tensors"
+            left = "ignore" if is_compressed else "modules_to_not_convert"
+            # Without a list transformers leaves the head alone; with one only what it names.
+            given = table.get(left) or ([] if is_compressed else ["lm_head"])
+            holder[key] = {**table, left: [*given, *unpacked]}
 
 
 def copy_others(folder: Path, base: Path) -> list[str]:

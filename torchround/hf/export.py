@@ -5,6 +5,7 @@ Memory holds one piece at a time, so a model of any size is exported with a few 
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +76,53 @@ def unstack(
         for index, name in enumerate(parts):
             part = replace(source, shape=shape, begin=source.begin + index * part_bytes, nbytes=part_bytes)
             yield ExportedTensor(name, part, dtype_of(name))
+
+
+def keep_packed(
+    tensors: Iterable[ExportedTensor], base: Mapping[str, StoredTensor]
+) -> tuple[list[ExportedTensor], list[str] | None]:
+    """Put the codes and scales of `base` in the place of numbers that they still stand for.
+
+    What programs run as one stays packed as a whole or not at all: the projections of an attention or of a feed-forward
+    network, the experts of a block. Returns the tensors and the modules that only `base` packs; None if nothing is packed.
+    """
+    tensors = list(tensors)
+    packed = {
+        one.name: base[one.name] for one in tensors if one.name in base and len(base[one.name].parts) > 1
+    }
+    with TensorFiles() as files:
+        fit = {one.name for one in tensors if one.name in packed and _is_same(files, one, packed[one.name])}
+    changed = {_group(name) for name in packed.keys() - fit}
+    kept: list[ExportedTensor] = []
+    for one in tensors:
+        stays = one.name in packed and _group(one.name) not in changed
+        parts = packed[one.name].parts if stays else ()
+        kept += [ExportedTensor(part.name, part, part.known_dtype) for part in parts] or [one]
+    modules = [name for name in packed if _group(name) in changed]
+    paths = [_group(name) if ".experts." in name else name.removesuffix(".weight") for name in modules]
+    return kept, list(dict.fromkeys(paths)) if len(modules) < len(packed) else None
+
+
+def _group(name: str) -> str:
+    """Name the module above a weight's own; for experts the module of all of them."""
+    return re.sub(r"\.experts\b.*", ".experts", name.removesuffix(".weight").rpartition(".")[0])
+
+
+def _is_same(files: TensorFiles, tensor: ExportedTensor, packed: StoredTensor) -> bool:
+    """Check whether a tensor without adapters has the numbers of `packed`, rounded to the type that it is stored in."""
+    source = tensor.source
+    if type(tensor) is not ExportedTensor or source is packed:
+        return type(tensor) is ExportedTensor
+    count, step = math.prod(source.shape), max(PIECE_BYTES, packed.unit_bytes) // packed.known_dtype.itemsize
+    for start in range(0, count, step):
+        found = []
+        for one in (source, packed):
+            size = one.known_dtype.itemsize
+            piece = files.read(one, start * size, min(step, count - start) * size).view(one.known_dtype)
+            found.append(piece.to(source.known_dtype, copy=True))
+        if not torch.equal(*found):
+            return False
+    return True
 
 
 def write_tensors(

@@ -45,7 +45,6 @@ class LayerCost:
     """The costs of one layer for one micro-batch, in seconds and bytes of one device.
 
     - `weight_bytes`: all parameters as they are uploaded.
-    - `unpacked_bytes`: the numbers of its packed weights, which a device holds while the layer runs.
     - `gradient_bytes`: gradients of the trained parameters, in the dtype that a device accumulates in.
     - `activation_bytes`: memory kept from this layer's forward to its backward.
     - `boundary_bytes`: the layer's output.
@@ -57,6 +56,7 @@ class LayerCost:
     - `keepable`: parts whose results can be kept from the forward, so that a backward stage does not recompute them.
     - `kept`: names of those that are kept if the layer is in a backward stage.
     - `keeps_whole`: whether the layer keeps all of them or nothing, as a compiled layer does.
+    - `unpacked_bytes`: the numbers of its packed weights, which a device holds while the layer runs.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = READ
@@ -64,7 +64,6 @@ class LayerCost:
     forward_s: Seconds
     backward_s: Seconds
     weight_bytes: Bytes = 0
-    unpacked_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
     activation_bytes: Bytes = 0
     boundary_bytes: Bytes = 0
@@ -77,6 +76,7 @@ class LayerCost:
     keepable: tuple[KeptCost, ...] = ()
     kept: tuple[str, ...] = ()
     keeps_whole: bool = False
+    unpacked_bytes: Bytes = 0
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.keepable]
