@@ -27,6 +27,7 @@ from torchround.models.borrowed.shell import (
     hollow,
     kind_of,
     with_modules,
+    with_submodule,
 )
 from torchround.models.common.attention import allowed_pairs
 from torchround.models.common.config import ModelConfigError
@@ -220,18 +221,10 @@ def _run_without_layers(model: Any, path: str, anatomy: "Anatomy") -> list[Tenso
     body: Any = anatomy.body
     states = torch.linspace(-50, 50, 5 * body.config.hidden_size).view(1, 5, -1)
     calls: list[tuple[Tensor, BlockCall]] = []
-    *above, last = path.split(".")
-    place = {last: hollow(anatomy.body, anatomy.blocks, anatomy.entries, calls)}
-    for depth in range(len(above), 0, -1):
-        outer = model.get_submodule(".".join(above[:depth]))
-        place = {above[depth - 1]: with_modules(outer, place)}
-    made = with_modules(model, place)
+    made = with_submodule(model, path, hollow(body, anatomy.blocks, anatomy.entries, calls))
     head = model.get_output_embeddings()
-    parent, _, name = next(name for name, child in model.named_modules() if child is head).rpartition(".")
-    holder = made.get_submodule(parent)
-    _check(holder is not model.get_submodule(parent), "its projection is not beside a parent of its body")
-    holder._modules = {**holder._modules, name: nn.Identity()}
-    logits = made(inputs_embeds=states, use_cache=False).logits
+    name = next(name for name, child in model.named_modules() if child is head)
+    logits = with_submodule(made, name, nn.Identity())(inputs_embeds=states, use_cache=False).logits
     return [logits, *(tensor for hidden, call in calls for tensor in (hidden, *call.tensors()))]
 
 

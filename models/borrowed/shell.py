@@ -270,6 +270,13 @@ def with_modules(module: nn.Module, places: Mapping[str, nn.Module]) -> Any:
     return twin
 
 
+def with_submodule(module: nn.Module, path: str, place: nn.Module) -> Any:
+    """Copy `module` and those inside it down to `path`, where the copy has another module."""
+    name, _, rest = path.partition(".")
+    inner = with_submodule(module.get_submodule(name), rest, place) if rest else place
+    return with_modules(module, {name: inner})
+
+
 def shared_tensors(micro_batch: MicroBatch) -> list[Tensor]:
     kept = [shared.calls for shared in micro_batch._derived.values() if isinstance(shared, _Shared)]
     calls = [leaf for leaf in torch.utils._pytree.tree_leaves(kept) if isinstance(leaf, BlockCall)]

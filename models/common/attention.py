@@ -77,10 +77,15 @@ class Attention(nn.Module):
         # The tables are made anew in each block: stored ones would be buffers that travel with the weights.
         cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if micro_batch.cache is not None:
-            mixed = attend_to_past(query, key, value, micro_batch, self.window, self.sinks)
-            return self.output(mixed.flatten(2))
-        documents = documents_of(micro_batch)
+        documents, cache, past = documents_of(micro_batch), micro_batch.cache, 0
+        if cache is not None:
+            past = cache.length
+            keys, values = cache.append(key, value)
+        if past:
+            # Later calls of a text take a mask; the one that begins it takes the kernel that `attend` chooses.
+            length, once = keys.shape[1], micro_batch.once
+            mask = past_mask(micro_batch.positions, length, self.window, query.dtype, once)
+            return self.output(_attend_under_mask(query, keys, values, mask, self.sinks).flatten(2))
         mixed = keep(
             "attention", attend, query, key, value, documents, self.window, self.sinks
         )  # [B, T, H, C]
@@ -222,26 +227,6 @@ def attend(
     masked = kernel is AttentionKernel.MASK
     mask = additive_mask(allowed_pairs(documents.ids, window), query.dtype) if masked else None
     return _attend_under_mask(query, key, value, mask, sinks, scale)
-
-
-def attend_to_past(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    micro_batch: MicroBatch,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute `attend` for new tokens, which also see the tokens of earlier calls, and keep their keys and values.
-
-    The first call, which begins the sequences, takes the kernel that `attend` chooses. Later ones take the mask.
-    """
-    begins = micro_batch.cache.length == 0
-    keys, values = micro_batch.cache.append(key, value)
-    if begins:
-        return attend(query, key, value, documents_of(micro_batch), window, sinks)
-    mask = past_mask(micro_batch.positions, keys.shape[1], window, query.dtype, micro_batch.once)
-    return _attend_under_mask(query, keys, values, mask, sinks)
 
 
 def _attend_under_mask(

@@ -210,6 +210,7 @@ def read(folder, **setting):
         ({"alpha_pattern": {"q_proj": 3}}, r"alpha_pattern is {'q_proj': 3} instead of {}"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not supported"),
         ({"kasa_config": {"beta": 1.0}}, "kasa_config is not supported"),
+        ({"velora_config": {"num_groups": 4}}, "velora_config is not supported"),
     ],
 )
 def test_adapters_that_compute_something_else_are_never_taken_as_plain_ones(setting, message, tmp_path):

@@ -239,7 +239,7 @@ def _released_config(
             raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
         if (advice := quantised_advice(quantisation(content))) is not None:
             raise HFError(f"{path.parent}: {advice}")
-        if "text_config" in content and named in (AUTO, BORROWED):
+        if "text_config" in content and "tie_word_embeddings" not in content and named in (AUTO, BORROWED):
             content = {**_tying(path.parent), **content}
         if named != AUTO:
             return families[named], families[named].config_from_hf(content)

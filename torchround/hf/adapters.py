@@ -36,7 +36,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
 UNSUPPORTED = (
     *("use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication"),
     *("trainable_token_indices", "alora_invocation_tokens"),
-    *("arrow_config", "monteclora_config", "kasa_config"),
+    *("arrow_config", "monteclora_config", "kasa_config", "velora_config"),
 )
 # Values of `init_lora_weights` that leave the base as it was released. PiSSA, OLoRA, CorDA and LoftQ change it.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
