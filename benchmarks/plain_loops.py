@@ -63,7 +63,7 @@ class PlainLoop:
         # Summed on the device: reading each loss would make the host wait for every micro-batch.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for host in micro_batches:
-            micro_batch = host.with_tensors(tensor.to(self._device) for tensor in host.tensors())
+            micro_batch = host.rebuild()(tensor.to(self._device) for tensor in host.tensors())
             hidden: Tensor | None = None
             for layer, leaves in zip(self._layers, self._by_layer, strict=True):
                 hidden = torch.func.functional_call(layer, leaves, (hidden, micro_batch))

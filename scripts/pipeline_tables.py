@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torchround.commands.plan_run import configured_question, planned_hardware
 from torchround.config import parse_command_line
-from torchround.planning import machine_report
+from torchround.planning import exchange_time
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.memory import GIB, MemoryLimits
 from torchround.planning.partition import Partition
@@ -328,9 +328,9 @@ def machines_cell(question: RunQuestion, plan: Plan, count: int) -> str:
     # Each machine has as many micro-batches as one alone.
     batch, machines = count * question.global_batch_size, replace(question.machines, count=count)
     grown = replace(question, global_batch_size=batch, machines=machines)
-    rates = [machine_report.usable_bytes_per_s(gbit) for gbit in GBIT_PER_S]
+    rates = [exchange_time.usable_bytes_per_s(gbit) for gbit in GBIT_PER_S]
     tokens = grown.global_batch_size * grown.seq_len
-    steps = [machine_report.machine_step_seconds(grown, plan, rate) for rate in rates]
+    steps = [exchange_time.machine_step_seconds(grown, plan, rate) for rate in rates]
     return " / ".join(f"{tokens / step_s / 1000:.1f}" for step_s in (steps if count > 1 else steps[:1]))
 
 

@@ -19,10 +19,9 @@ from torchround.accelerators import (
     has_triton,
     is_accelerator,
     kind_of,
-    known_kinds,
+    kinds,
     missing_for_triton,
     present_kind,
-    register,
     shares_kv_heads_under_mask,
 )
 
@@ -39,7 +38,7 @@ def test_the_host_has_no_special_kernel():
 
 
 def test_a_kind_that_was_not_measured_gets_the_plain_way():
-    assert not any(map(shares_kv_heads_under_mask, known_kinds()))
+    assert not any(map(shares_kv_heads_under_mask, kinds()))
 
 
 def test_models_on_meta_choose_as_on_another_kind_inside_the_context_only():
@@ -138,9 +137,9 @@ def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkey
     kind = Counted("mps")  # of all types that PyTorch knows, one that nothing here is registered for
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     assert present_kind() is None
-    monkeypatch.setitem(accelerators._registered(), "mps", None)  # restored after the test
-    register(kind)
-    assert known_kinds()[-1] == "mps" and kind_of("mps") is kind
+    monkeypatch.setitem(kinds(), "mps", None)  # restored after the test
+    kinds()[kind.name] = kind
+    assert kind_of("mps") is kind
     assert present_kind() is None, "there are no devices of it"
     kind.number = 2
     assert present_kind() is kind

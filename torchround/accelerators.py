@@ -86,7 +86,6 @@ class AcceleratorKind:
         return -1
 
     def unlock_pages(self, address: int) -> int:
-        """Undo the `lock_pages` that began at `address`."""
         return -1
 
     # Kernels, of all devices of this kind here. If there is none here, the answer is for a machine elsewhere.
@@ -105,10 +104,6 @@ class AcceleratorKind:
 
     def has_triton(self) -> bool:
         return False
-
-
-class HostKind(AcceleratorKind):
-    shares_kv_heads_under_mask = True
 
 
 class CudaKind(AcceleratorKind):
@@ -205,38 +200,13 @@ VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"
 
-_HOST = HostKind("cpu")
-
-
-def register(kind: AcceleratorKind) -> None:
-    """Add a kind, or replace the one of the same name."""
-    _registered()[kind.name] = kind
-
-
-def kind_of(device: str) -> AcceleratorKind:
-    """Find the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
-    kind = _on_meta().get() if device == "meta" else _registered().get(device)
-    return kind or _HOST
-
-
-def device_kind(tensor: torch.Tensor) -> str:
-    """Return the type of a tensor's device. A tensor without memory that stands for another counts as on `meta`."""
-    return "meta" if isinstance(tensor, FakeTensor) else tensor.device.type
-
-
-def known_kinds() -> list[str]:
-    return list(_registered())
-
-
-def present_kind() -> AcceleratorKind | None:
-    """Find the kind of this machine's accelerators, None if it has none that is known here."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    kind = None if device is None else _registered().get(device.type)
-    return kind if kind is not None and kind.count() else None
+_HOST = AcceleratorKind("cpu")
+_HOST.shares_kv_heads_under_mask = True
 
 
 @cache
-def _registered() -> dict[str, AcceleratorKind]:
+def kinds() -> dict[str, AcceleratorKind]:
+    """Give the known kinds by name, to which a program may add its own."""
     # Intel's GPUs, and Huawei's Ascend cards with the package torch_npu, run without special kernels.
     return {kind.name: kind for kind in (CudaKind(), AcceleratorKind("xpu"), AcceleratorKind("npu"))}
 
@@ -244,6 +214,24 @@ def _registered() -> dict[str, AcceleratorKind]:
 @cache
 def _on_meta() -> ContextVar[AcceleratorKind | None]:
     return ContextVar("kind of the device that meta stands for", default=None)
+
+
+def kind_of(device: str) -> AcceleratorKind:
+    """Find the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
+    kind = _on_meta().get() if device == "meta" else kinds().get(device)
+    return kind or _HOST
+
+
+def device_kind(tensor: torch.Tensor) -> str:
+    """Tell the type of a tensor's device. A tensor without memory that stands for another counts as on `meta`."""
+    return "meta" if isinstance(tensor, FakeTensor) else tensor.device.type
+
+
+def present_kind() -> AcceleratorKind | None:
+    """Find the kind of this machine's accelerators, None if it has none that is known here."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    kind = None if device is None else kinds().get(device.type)
+    return kind if kind is not None and kind.count() else None
 
 
 @contextmanager
@@ -257,8 +245,11 @@ def as_if_on(kind: AcceleratorKind | str) -> Iterator[None]:
 
 
 @contextmanager
-def accumulating_in_fp16() -> Iterator[None]:
-    """Let products of float16 matrices add up in float16 on all cards, and restore PyTorch's switch afterwards."""
+def accumulating_in_fp16(wanted: bool = True) -> Iterator[None]:
+    """Let products of float16 matrices add up in float16 on all cards if `wanted`, and restore PyTorch's switch afterwards."""
+    if not wanted:
+        yield
+        return
     products = torch.backends.cuda.matmul
     before, products.allow_fp16_accumulation = products.allow_fp16_accumulation, True
     try:

@@ -112,27 +112,23 @@ def joined(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return result
 
 
-@contextmanager
-def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
+def recording(names: Iterable[str]) -> AbstractContextManager[ActivationRecord]:
     """Collect the results of the parts `names` of the layer that runs inside, on this thread.
 
     The parts run with gradients enabled, so that they take the very kernels of training; their results have no graph.
     Raises `KeptActivationError` at the end if the layer wrote into a collected tensor.
     """
     mode = _Recording(names)
-    with _parts_run_by(mode):
-        yield mode.record
+    return _parts_run_by(mode, mode.record)
 
 
-@contextmanager
-def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]:
+def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Let the layer that runs inside, on this thread, take the results of its parts `names` from a record's `tensors`.
 
     `tensors` must stay as they are until the backward of the layer has ended. Raises `KeptActivationError` if the layer's
     operations take more of them than there are, or fewer.
     """
-    with _parts_run_by(_Replaying(names, tensors)):
-        yield
+    return _parts_run_by(_Replaying(names, tensors), None)
 
 
 def whole_record(names: Iterable[str]) -> ActivationRecord | None:
@@ -201,23 +197,17 @@ _thread = _Thread()
 
 
 @contextmanager
-def _parts_run_by(mode: "_PartMode") -> Iterator[None]:
+def _parts_run_by(mode: "_PartMode", result: Result) -> Iterator[Result]:
     assert _thread.active is None, "a layer runs in one recording or replay at a time"
     _thread.active = mode
     try:
-        yield
+        yield result
         mode.check()
     except BaseException:
         mode.forget()  # the traceback keeps this object
         raise
     finally:
         _thread.active = None
-
-
-def _as_leaf(value: Any) -> Any:
-    """Make the same memory as the beginning of a graph, as in the recomputation."""
-    is_wanted = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if is_wanted else value
 
 
 class _PartMode(TorchDispatchMode):
@@ -248,7 +238,12 @@ class _PartMode(TorchDispatchMode):
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a part as the recomputation before a backward does. PyTorch may choose other kernels without gradients."""
         with torch.enable_grad(), self.of(name):
-            found = function(*map(_as_leaf, args))
+            # The same memory as the beginning of a graph, as in the recomputation.
+            leaves = (
+                arg.detach().requires_grad_() if isinstance(arg, Tensor) and arg.is_floating_point() else arg
+                for arg in args
+            )
+            found = function(*leaves)
         return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
     def of(self, name: str) -> "_PartMode":
@@ -275,7 +270,6 @@ class _PartMode(TorchDispatchMode):
         return self.collected(func, args, kwargs, orders)
 
     def collected(self, func: Any, args: Any, kwargs: Any, orders: Sequence[Order]) -> Any:
-        """Handle an operation whose first results are kept, with these orders of their dimensions in memory."""
         raise AssertionError("both modes have one of their own")
 
     def passed(self, func: Any, args: Any, kwargs: Any) -> Any:

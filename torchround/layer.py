@@ -53,7 +53,6 @@ def renamed(tensors: HFTensors, change: Callable[[str], str]) -> HFTensors:
 
 
 def part_shape(tensors: HFTensors, shape: Sequence[int]) -> tuple[int, ...]:
-    """Find the shape of each of the tensors that hold a parameter of this shape."""
     if isinstance(tensors, str):
         return tuple(shape)
     if isinstance(tensors[0], str):
@@ -165,11 +164,7 @@ class MicroBatch:
     def facts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in FACTS}
 
-    def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
-        """Replace the tensors, in field order: by those on another device, or by fewer sequences. The facts stay."""
-        return MicroBatch(*tensors, **self.facts())
-
-    def rebuild(self) -> Callable[[Sequence[Tensor]], "MicroBatch"]:
+    def rebuild(self) -> Callable[[Iterable[Tensor]], "MicroBatch"]:
         facts = self.facts()
         return lambda tensors: MicroBatch(*tensors, **facts)
 
@@ -263,7 +258,6 @@ class Layer(Protocol):
 
 
 def has_code(layer: nn.Module) -> bool:
-    """Return whether another module is compiled in place of the layer."""
     return hasattr(layer, "code") and not getattr(layer, "never_compiled", False)
 
 
@@ -306,7 +300,6 @@ class LayeredModel:
                 )
 
     def constant_bytes(self) -> int:
-        """Count the bytes that the buffers take on each device."""
         buffers = {id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}
         return sum(aligned(part.nbytes) for part in buffers.values())
 

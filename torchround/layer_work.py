@@ -37,7 +37,6 @@ class KeptWork:
     def of(
         name: str, sizes: Iterable[int], flops: float, activation_bytes: int = 0, kind: str = "dense"
     ) -> "KeptWork":
-        """Count a part that keeps tensors of these sizes, in bytes."""
         return KeptWork(name, sum(map(aligned, sizes)), flops, activation_bytes, kind)
 
 

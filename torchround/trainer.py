@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,11 +12,12 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.data import DataError
 from torchround.data.step_batches import StepBatch, StepBatches
 from torchround.engine.engine import Engine
+from torchround.engine.exchange import share_weights
 from torchround.engine.passes import StepResult
-from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.bundles import Ownership
 from torchround.engine.tracing import StepTraces
 from torchround.observe.console import duration
-from torchround.observe.logger import MetricsLogger
+from torchround.observe.logger import MetricsLogger, open_metrics
 from torchround.observe.record import PromptSample
 from torchround.observe.run_page import PAGE_FILE, draw_pictures
 from torchround.optim import LRSchedule
@@ -50,21 +51,14 @@ class Dispatched:
 class Trainer:
     """One run, from its start or newest checkpoint. The constructor does no work: `run` makes all in time order."""
 
-    store: HostStore
-    """All weights, gradients and optimizer state. `run` allocates it."""
-
     def __init__(self, parts: RunParts) -> None:
         config = parts.config
         self.config = config
         self._parts = parts
-        self._machines = parts.machines
-        self._folder = parts.folder
-        self._loader = parts.loader
         self._checkpoints = RunCheckpoints(config, parts.folder)
         self._total_steps = config.training.num_steps
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
-        self._validation = parts.validation
         self._metrics = MetricsLogger({})
         # The dispatched steps that are not reported yet, and the newest one that is.
         self._under_way: deque[Dispatched] = deque()
@@ -76,51 +70,57 @@ class Trainer:
 
         Raises `RunError` or one of the run's faults (`FAULTS` in `train_model.py`), after saving what can be saved.
         """
-        parts, folder, machines = self._parts, self._folder, self._machines
-        newest = self._checkpoints.complete_step()
-        if newest is not None:
-            say(
-                f"{folder.path}: the run is complete after {newest} steps; nothing to do (raise training.steps or "
-                "data.epochs to continue)"
-            )
+        parts, folder, machines = self._parts, self._parts.folder, self._parts.machines
+        if (newest := self._checkpoints.complete_step()) is not None:
+            advice = "nothing to do (raise training.steps or data.epochs to continue)"
+            say(f"{folder.path}: the run is complete after {newest} steps; {advice}")
             return 0
-        machines.same_mistakes(
-            lambda: require_room(folder, parts.question), (RunError,), "whether checkpoints have room"
-        )
+        what = "whether checkpoints have room"
+        machines.same_mistakes(lambda: require_room(folder, parts.question), (RunError,), what)
         mapped = dict(parts.mapped)
         if parts.packed_base is not None and self.config.lora.map_base:
             mapped |= parts.packed_base.map(parts.numbers.dtype, make_optimizer(self.config.optimizer))
-        self.store = build_store(parts.model, parts.numbers, parts.hardware, mapped, machines.ownership())
+        ownership = Ownership(machines.rank, machines.size)
+        self.store = build_store(parts.model, parts.numbers, parts.hardware, mapped, ownership)
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
         self._compiler = layer_compiler(
             *(parts.model, self.config.engine, parts.hardware.kind, parts.question.stays_uncompiled)
         )
         self._devices = parts.hardware.make_devices()
-        trace_folder = folder.path / "trace"
-        self._traces = StepTraces(self.config.trace, trace_folder, self._devices, self._total_steps)
+        self._traces = StepTraces(self.config.trace, folder.path / "trace", self._devices, self._total_steps)
         if parts.packed_base is not None:
             parts.packed_base.fill(self.store)
-        if not self._checkpoints.restore(self.store, self._loader):
+        if not self._checkpoints.restore(self.store, self._parts.loader):
             self._initialize()
-        # Each machine has filled what it owns.
-        machines.share_weights(self.store)
-        self._metrics = parts.open_metrics(self._position.step, self._checkpoints.wandb_run_id)
+        if machines.group is not None:  # each machine has filled what it owns
+            share_weights(self.store, machines.group)
+        config, run_id = self.config, self._checkpoints.wandb_run_id
+        self._metrics = MetricsLogger({}, run_id)
+        if machines.is_first:
+            self._metrics = open_metrics(
+                config.metrics,
+                folder.path,
+                config.run.name,
+                self._total_steps,
+                config.model_dump(mode="json"),
+                resumed_step=self._position.step,
+                wandb_run_id=run_id,
+            )
         self._checkpoints.wandb_run_id = self._metrics.wandb_run_id
-        in_fp16 = self.config.training.fp16_accumulation
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
         with StopRequest(machines.names) as stop:
             try:
-                with accumulating_in_fp16() if in_fp16 else nullcontext():
+                with accumulating_in_fp16(self.config.training.fp16_accumulation):
                     ended_by, exit_code = self._measure_and_train(stop)
             finally:
                 self._metrics.close()
-                self._loader.close()
+                self._parts.loader.close()
                 self.store.close()
             if machines.is_first:
                 draw_pictures(folder.path)
-            if bad := self._loader.num_bad_records():
+            if bad := self._parts.loader.num_bad_records():
                 say(f"bad records skipped: {bad}")
-            if long := self._loader.num_long_documents():
+            if long := self._parts.loader.num_long_documents():
                 handled = self.config.data.long_documents
                 say(f"documents longer than a sequence: {long} (long_documents = {handled})")
             if exit_code == 0 and machines.is_first and self._meter.mean_tokens_per_s():
@@ -132,15 +132,14 @@ class Trainer:
 
     def _initialize(self) -> None:
         """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
-        seed, model, config = self.config.run.seed, self._parts.model, self.config
-        begins_with = self._parts.pretrained
+        seed, model, begins_with = self.config.run.seed, self._parts.model, self._parts.pretrained
         if begins_with is not None:
-            say(f"{self._folder.path}: a new run; reading its weights from {begins_with.folder}")
-            if config.checkpoint.load == "weights":
+            say(f"{self._parts.folder.path}: a new run; reading its weights from {begins_with.folder}")
+            if self.config.checkpoint.load == "weights":
                 verify_checkpoint(begins_with.folder, Progress("verifying them", text=size_text).advance)
         else:
-            say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
-            if config.lora.rank:
+            say(f"{self._parts.folder.path}: a new run; initialising weights from seed {seed}")
+            if self.config.lora.rank:
                 text = "the frozen weights below the adapters are random, so there is little to learn; give the folder"
                 logger.warning("lora.rank: %s of a released or exported model (model.hf_path)", text)
         progress = Progress("initialising layers", len(model.layers))
@@ -150,27 +149,25 @@ class Trainer:
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
         """Train the steps that measure, plan again, train the others. Returns why the run ended, and the exit code."""
         parts, first, total_steps = self._parts, self._position.step, self._total_steps
-        plan, machines = parts.plan, self._machines
+        plan, machines = parts.plan, parts.machines
         measure_steps = self.config.engine.measure_steps if parts.question.given is None else 0
         until = min(first + measure_steps, total_steps)
         # A card of unknown speed gets no times.
         is_timed = parts.question.device is not None
-        purpose = (
-            "" if until == first else f" for {until - first} steps, which time each layer for the next plan"
-        )
+        purpose = f" for {until - first} steps, which time each layer for the next plan" * (until > first)
         say(f"plan     of {len(plan.stages)} stages{purpose}\n{plan.text(is_timed)}")
-        self._folder.describe(self.config, plan)
+        self._parts.folder.describe(self.config, plan)
         self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
         agree = partial(machines.agree, "batches", what="the batch of the next step")
         self._batches = StepBatches(
-            self._loader,
+            self._parts.loader,
             self.config.training.micro_batch_size,
             plan.rounds,
             agree if machines.group else None,
             machines.rank,
             machines.size,
             names=machines.names,
-            reading=self._meter.waiting_for_data,
+            reading=partial(self._meter.timed, "data"),
         )
         self._meter.start()
         if first < until:
@@ -181,12 +178,12 @@ class Trainer:
             if end is not None or until == total_steps:
                 return end or COMPLETE
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
-            with self._meter.excluded():
+            with self._meter.timed("excluded"):
                 plan = measured_plan(parts.question, plan, measured)
             measured.clear()  # the results hold the marks of an engine that has ended
             say(f"planned again from {measure_steps} measured steps:\n{plan}")
             try:
-                self._folder.describe(self.config, plan)
+                self._parts.folder.describe(self.config, plan)
             except RunError as error:  # a full disk must not cost steps; losses do not depend on the plan
                 logger.warning("%s; plan.json keeps the plan before", error)
         with self._running_engine(plan) as engine:
@@ -195,8 +192,8 @@ class Trainer:
     @contextmanager
     def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
         """Run an engine for the block. After a fault, save the state that it left."""
-        parts, machines = self._parts, self._machines.group
-        with self._meter.excluded():
+        parts, machines = self._parts, self._parts.machines.group
+        with self._meter.timed("excluded"):
             engine = build_engine(
                 *(parts.model, self.store, self._devices, plan, parts.numbers, self.config.optimizer),
                 compiler=self._compiler,
@@ -222,7 +219,13 @@ class Trainer:
         except Exception as error:
             # The saves first: they read the store that the rescue saves.
             self._checkpoints.end_saves()
-            self._report_finished(self.store.step)
+            # Then the steps up to the newest update, as far as figures exist.
+            self._is_faulty = True
+            try:
+                self._report(leave=sum(step.position.step > self.store.step for step in self._under_way))
+                self._log()
+            except Exception as lost:  # noqa: BLE001  (`error` is raised; a device that failed may give no figures)
+                logger.warning("the last steps are missing in the metrics: %s", lost)
             self._checkpoints.rescue(self.store, error)
             raise
 
@@ -235,11 +238,22 @@ class Trainer:
         end, save_every = None, self.config.checkpoint.interval_steps
         while self._position.step < until and self._bad_steps.error is None:
             # The signals of all machines come in place of the batch; a resumed run reads it.
-            batch = self._next_batch(engine, stop)
-            if (end := self._reason_to_stop(stop)) is not None:
-                break
+            try:
+                batch, stop.signals = self._batches.next(lambda: stop.signal_number)
+            except DataError:
+                # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
+                self._report(leave=0)
+                engine.drain()
+                raise
+            progress = self._position.validation
+            early = progress.stop_reason(self.config.validation.patience) if progress else None
             if batch is None:
-                end = "the data has come to its end; without training.steps the learning rate ends with it", 0
+                early = (
+                    early
+                    or "the data has come to its end; without training.steps the learning rate ends with it"
+                )
+            end = stop.reason() or ((early, 0) if early else None)
+            if batch is None or end is not None:
                 break
             result = self._dispatch(engine, batch)
             if measured is not None:
@@ -248,10 +262,10 @@ class Trainer:
             self._report(leave=STEPS_UNDER_WAY - 1)
             # The last step too: it may be due to be saved, and its checkpoint should know its validation.
             step = self._position.step
-            if self._validation.is_due(step, self._total_steps):
+            if self._parts.validation.is_due(step, self._total_steps):
                 self._validate(engine)
             is_due = save_every > 0 and step % save_every == 0
-            if is_due or self._validation.keeps(self._position.validation, step):
+            if is_due or self._parts.validation.keeps(self._position.validation, step):
                 self._checkpoints.begin_save(engine)
         # The end of the measuring steps is not the end of the run, so it needs no validation and no checkpoint.
         self._finish(engine, end is not None or until == self._total_steps, bool(end and end[1]))
@@ -272,34 +286,14 @@ class Trainer:
         if is_over or bad is not None:
             self._log()
             engine.drain()  # the step under way counts as training time
-            with self._meter.excluded():
+            with self._meter.timed("excluded"):
                 self._checkpoints.save_now(engine)
         if bad is not None:
             raise bad
 
-    def _reason_to_stop(self, stop: StopRequest) -> tuple[str, int] | None:
-        """Return why the run ends before its next step, and the exit code that says so; None if it continues."""
-        if (asked := stop.reason()) is not None:
-            return asked
-        progress = self._position.validation
-        early = progress.stop_reason(self.config.validation.patience) if progress else None
-        return None if early is None else (early, 0)
-
     @property
     def _position(self) -> RunPosition:
         return self._checkpoints.position
-
-    def _next_batch(self, engine: Engine, stop: StopRequest) -> StepBatch | None:
-        """Return this machine's part of the next batch, None at the end of the data. Takes the signals of all machines."""
-        try:
-            batch, signals = self._batches.next(lambda: stop.signal_number)
-        except DataError:
-            # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
-            self._report(leave=0)
-            engine.drain()
-            raise
-        stop.signals = signals
-        return batch
 
     def _dispatch(self, engine: Engine, batch: StepBatch) -> StepResult:
         """Give a step and its update to the engine, and note the run's position after it. Does not wait."""
@@ -312,7 +306,7 @@ class Trainer:
         tokens = self._position.tokens + result.num_labels
         # Taken now, before the next batch is drawn: a resumed run must begin with that batch.
         validation = self._position.validation and replace(self._position.validation, loss=None)
-        position = RunPosition(step + 1, tokens, self._loader.state_dict(), validation)
+        position = RunPosition(step + 1, tokens, self._parts.loader.state_dict(), validation)
         self._checkpoints.positions.append(position)
         self._under_way.append(Dispatched(result, position, lr, batch.num_tokens))
         return result
@@ -320,9 +314,9 @@ class Trainer:
     def _validate(self, engine: Engine) -> None:
         """Validate the fp32 weights of the newest step, and report it with the loss. No step stays under way."""
         engine.drain()  # the step under way counts as training time
-        with self._meter.excluded(), engine.true_device_weights():
-            loss = self._validation.loss(engine)
-            samples = self._validation.samples(engine)
+        with self._meter.timed("excluded"), engine.true_device_weights():
+            loss = self._parts.validation.loss(engine)
+            samples = self._parts.validation.samples(engine)
         if loss is not None:
             self._checkpoints.add_validation(loss)
         self._report(leave=0, loss=loss, samples=samples)
@@ -354,13 +348,4 @@ class Trainer:
             record = self._meter.record(done.position.step, done.position.tokens, done.lr, loss)
             record = replace(record, samples=tuple(samples))
             # After a fault the other machines answer no more.
-            self._metrics.log(record if self._is_faulty else self._machines.merged(record))
-
-    def _report_finished(self, updates: int) -> None:
-        """Report steps up to `updates` after a fault, as far as figures exist. Never raises: the caller saves next."""
-        self._is_faulty = True
-        try:
-            self._report(leave=sum(step.position.step > updates for step in self._under_way))
-            self._log()
-        except Exception as error:  # noqa: BLE001  (the fault itself is raised; a device that failed may give no figures)
-            logger.warning("the last steps are missing in the metrics: %s", error)
+            self._metrics.log(record if self._is_faulty else self._parts.machines.merged(record))

@@ -93,7 +93,7 @@ def test_a_pool_of_several_registrations_trains(kind, locks, monkeypatch):
     """Buffers have 2 and 3 pages. A copy that crosses two registrations is an error of the driver's."""
     monkeypatch.setattr(host_memory, "REGISTRATION_BYTES", 4 * 4096)
     batches = [
-        [part.with_tensors(tensor.repeat(8, 1) for tensor in part.tensors()) for part in step]
+        [part.rebuild()(tensor.repeat(8, 1) for tensor in part.tensors()) for part in step]
         for step in toy_batches(2, micro_batches=4)
     ]
     model = toy_model()

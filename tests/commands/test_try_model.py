@@ -16,7 +16,7 @@ from tests.support.hostile_cases import forge_manifest
 from tests.support.small_run import flip_last_bit
 from tests.support.toy_texts import their_texts
 from torchround.checkpoint.folders import checkpoint_name
-from torchround.commands.generation_files import byte_tokenizer_files
+from torchround.commands.export_hf import byte_tokenizer_files
 from torchround.commands.try_model import main
 from torchround.config import TokenizerTable
 from torchround.data import build_tokenizer

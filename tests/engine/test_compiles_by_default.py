@@ -40,7 +40,7 @@ class WithCompiler(AcceleratorKind):
 
 @pytest.fixture
 def compiling_kind(monkeypatch):
-    monkeypatch.setitem(accelerators._registered(), "cpu", WithCompiler("cpu"))
+    monkeypatch.setitem(accelerators.kinds(), "cpu", WithCompiler("cpu"))
 
 
 def test_auto_compiles_layers_on_kinds_that_inductor_writes_code_for(compiling_kind):

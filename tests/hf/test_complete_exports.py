@@ -16,12 +16,12 @@ from tests.support.conversations import TOOL, answer, plain_text, question, smal
 from tests.support.small_run import working_in
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
-from torchround.commands.generation_files import byte_tokenizer_files, generation_content
+from torchround.commands.export_hf import byte_tokenizer_files, generation_content
 from torchround.config import TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import export_tokenizer
-from torchround.hf.model_card import CardFacts, hub_name, model_card
+from torchround.hf.model_card import hub_name, model_card
 
 CONFIG = """
 model = { family = "llama3", shape = { num_layers = 1, hidden_size = 16, num_heads = 2, ffn_size = 16 } }
@@ -95,7 +95,7 @@ RUN = {
     ],
 )
 def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, known):
-    card = model_card(CardFacts(RUN, 7, 100, Path(base), called, adapters=True))
+    card = model_card(RUN, 7, 100, Path(base), called, adapters=True)
     found = head(card)
     assert found.get("base_model") == known == hub_name(Path(base), called)
     assert found["datasets"] == ["HuggingFaceH4/no_robots"] and found["library_name"] == "peft"

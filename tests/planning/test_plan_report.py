@@ -11,7 +11,7 @@ from tests.support.counted_rules import COMPACT_ADAMW, FULL
 from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.planning.cards import DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, KeptCost, LayerCost, ParameterCounts
-from torchround.planning.machine_report import machine_step_seconds, report_exchange, usable_bytes_per_s
+from torchround.planning.exchange_time import machine_step_seconds, report_exchange, usable_bytes_per_s
 from torchround.planning.machine_shares import assign_owners, landing_bytes, step_share
 from torchround.planning.memory import GIB, STAGED_BYTES, gib_text
 from torchround.planning.partition import Partition, PlanError, split_evenly

@@ -16,8 +16,7 @@ from torchround.config import parse_command_line
 from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_store import HostStore
 from torchround.planning.update_modes import MODES
-from torchround.run.checkpoints import RunCheckpoints
-from torchround.run.resume import given_folder
+from torchround.run.checkpoints import RunCheckpoints, given_folder
 from torchround.run.run_folder import RunFolder
 
 __all__ = ["small_runs"]

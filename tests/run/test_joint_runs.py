@@ -15,6 +15,7 @@ from tests.support.optimizers import OPTIMIZERS
 from tests.support.small_decoders import small_decoder
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint import Checkpointer, MachineTeam, load_checkpoint
+from torchround.checkpoint.checkpointer import RETRY_S, save_with_patience
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.config import Config, RunTable
 from torchround.engine.exchange import share_weights
@@ -23,7 +24,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import LaunchError
 from torchround.optim.optimizer import make_optimizer
 from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, SYNC
-from torchround.run.checkpoints import RETRY_S, RunCheckpoints, RunPosition, save_with_patience
+from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadStepsError
 from torchround.run.run_folder import RunFolder
 

@@ -12,11 +12,12 @@ import pytest
 import torchround.run.checkpoints
 from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, small_runs
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
+from torchround.checkpoint.checkpointer import MOST_WAIT_S, RETRY_S, save_with_patience
 from torchround.commands import train_model
 from torchround.config import parse_command_line
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.optim.formats import BLOCK
-from torchround.run.checkpoints import MOST_WAIT_S, RETRY_S, save_with_patience
+from torchround.planning.run_question import ONE_MACHINE
 from torchround.run.run_folder import checkpoint_bytes
 from torchround.run.several_machines import RunMachines
 
@@ -39,7 +40,7 @@ BFLOAT16, MUON = "--training.dtype=bfloat16", "--optimizer.name=muon"
 def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(small_runs, mode):
     options = parse_command_line(["--config", "small.toml", "--run.name=run", "--training.steps=1", *mode])
     alone = RunMachines()
-    parts = train_model.build(options, alone, alone.planned())
+    parts = train_model.build(options, alone, ONE_MACHINE)
     assert small_runs("run", "--training.steps=1", *mode) == 0
     saved, padded_bytes = small_runs.state("run", 1), 0.0
     for name, view in saved.items():

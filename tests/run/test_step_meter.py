@@ -117,14 +117,14 @@ def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does(
     clock.now_s += 60.0  # before the start
     meter.start()
     for excluded_s in (0.0, 60.0, 0.0, 30.0):
-        with meter.waiting_for_data():
+        with meter.timed("data"):
             clock.now_s += 0.5
         clock.now_s += 1.5
-        with suppress(RuntimeError), meter.excluded():
+        with suppress(RuntimeError), meter.timed("excluded"):
             clock.now_s += excluded_s
             raise RuntimeError("the disk is full")
         meter.add(FinishedStep(), 100)
-    with meter.excluded():
+    with meter.timed("excluded"):
         clock.now_s += 30.0  # before the record
     found = record(meter)
     assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)

@@ -20,7 +20,7 @@ def is_on():
 def test_a_run_switches_it_on_for_its_steps_and_restores_it(small_runs, monkeypatch):
     kind = AcceleratorKind("cpu")
     kind.adds_in_fp16 = True
-    monkeypatch.setitem(accelerators._registered(), "cpu", kind)
+    monkeypatch.setitem(accelerators.kinds(), "cpu", kind)
     seen = []
     before_step(monkeypatch, 2, lambda: seen.append(is_on()))
     assert small_runs("on", *ON, "--training.steps=2") == 0

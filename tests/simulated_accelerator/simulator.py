@@ -108,7 +108,7 @@ def load():
     with suppress(RuntimeError):
         torch.empty(1).pin_memory()
     simulator = Simulator(module)
-    accelerators.register(SimulatedKind(simulator))
+    accelerators.kinds()[KIND] = SimulatedKind(simulator)
     return simulator
 
 

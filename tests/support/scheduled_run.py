@@ -104,7 +104,7 @@ class ShortRun:
             return batches
         return [
             [
-                micro_batch.with_tensors(tensor.repeat(1 + step + index, 1) for tensor in micro_batch.tensors())
+                micro_batch.rebuild()(tensor.repeat(1 + step + index, 1) for tensor in micro_batch.tensors())
                 for index, micro_batch in enumerate(batch)
             ]
             for step, batch in enumerate(batches)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import train
 from tests.support.processes import ROOT, start_program
 from torchround.checkpoint import Checkpointer, checkpoint_name
-from torchround.commands import configured_model, train_model
+from torchround.commands import configured_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
@@ -223,14 +223,14 @@ def fp32_weights(state):
 
 
 def with_model(monkeypatch, action):
-    build = train_model.build_model
+    build = configured_model.build_model
 
-    def built(*arguments):
-        model = build(*arguments)
+    def built(*arguments, **options):
+        model = build(*arguments, **options)
         action(model)
         return model
 
-    monkeypatch.setattr(train_model, "build_model", built)
+    monkeypatch.setattr(configured_model, "build_model", built)
 
 
 def around_forward(monkeypatch, layer, around):

@@ -9,6 +9,7 @@ the others in an exchange that raises. The former checkpoint is untouched until 
 import errno
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Errors of a write that succeeds once there is room: the disk is full, or the user's quota is.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+RETRY_S, MOST_WAIT_S = 10, 60  # between two tries of a save on a full disk, and in all
 
 
 class Checkpointer(StepFolders):
@@ -227,3 +229,18 @@ class Checkpointer(StepFolders):
             )
 
         return self.team.together(attempt, f"how each saved {what}", (NoSpaceError, CheckpointError), failed)
+
+
+def save_with_patience(save: Callable[[], object], sleep: Callable[[float], object] = time.sleep) -> None:
+    """Call `save`. While the disk has no room for it, try again every `RETRY_S` seconds, for `MOST_WAIT_S` at most."""
+    for waited_s in range(0, MOST_WAIT_S + 1, RETRY_S):
+        try:
+            save()
+        except NoSpaceError as error:
+            if waited_s == MOST_WAIT_S:
+                raise
+            if waited_s == 0:
+                logger.warning("%s. Free some space: it is tried again for %d s", error, MOST_WAIT_S)
+            sleep(RETRY_S)
+        else:
+            return

@@ -22,7 +22,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 UNFINISHED, DELETED, REPLACED = SUFFIXES = ".tmp", ".trash", ".replaced"
 """Each begins with a dot, which ends the digits of a step: `step-1` with a suffix `0` would be the name of step 10."""
-assert all(suffix.startswith(".") for suffix in SUFFIXES), f"one of {SUFFIXES} begins with no dot"
 
 
 def checkpoint_name(step: int, suffix: str = "") -> str:
@@ -76,6 +76,7 @@ class StepFolders:
     """The folders of checkpoints in `folder`. Other entries are left alone."""
 
     def __init__(self, folder: Path | str) -> None:
+        assert all(suffix.startswith(".") for suffix in SUFFIXES), f"one of {SUFFIXES} begins with no dot"
         self.folder = Path(folder)
 
     def named(self, step: int, suffix: str = "") -> Path:
@@ -90,6 +91,15 @@ class StepFolders:
     def leftovers(self) -> list[Path]:
         """List the folders that killed saves and deletions left. All of them can be deleted."""
         return [path for path, step, suffix in self._entries() if not self._counts(step, suffix)]
+
+    def free_bytes(self) -> int | None:
+        """Count the free bytes of the disk, and those that the next save clears away first; None if not known."""
+        free_bytes = free_bytes_at(self.folder)
+        if free_bytes is not None:
+            for path in self.leftovers():
+                with suppress(OSError):  # deleted meanwhile, or not readable
+                    free_bytes += sum(file.lstat().st_size for file in path.iterdir())
+        return free_bytes
 
     def clear_leftovers(self) -> None:
         """Remove what a killed save or deletion left, and put back a checkpoint whose replacement never came."""
@@ -163,6 +173,21 @@ def make_folder(path: Path) -> None:
     if path.parent != path:
         make_folder(path.parent)
     path.mkdir(exist_ok=True)
+    sync_entry(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill. It gets its name after the block, once everything in it is on the disk."""
+    unfinished = path.with_name(path.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    make_folder(path.absolute().parent)
+    unfinished.mkdir()  # not through a link in its place
+    yield unfinished
+    # First the files, then their folder: the new name must never point at a folder whose files a crash could lose.
+    for written in (*unfinished.rglob("*"), unfinished):
+        sync_entry(written)
+    unfinished.rename(path)
     sync_entry(path.parent)
 
 

@@ -80,7 +80,10 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
     except SystemExit as end:  # argparse, after --help or a mistake
         code = end.code
     except BrokenPipeError:
-        if sys.stdout is None or not _has_no_reader(sys.stdout.fileno()):
+        poll = select.poll()
+        if sys.stdout is not None:
+            poll.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
+        if not poll.poll(0):  # its other end is open, as that of a file or a terminal always is
             raise
         code = 128 + signal.SIGPIPE
     if sys.stdout is not None:  # None if it was closed before the start, as by `>&-`
@@ -106,11 +109,13 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
 
 
 def end_with_message(
-    work: Callable[[], int], mistakes: tuple[type[Exception], ...], faults: tuple[type[Exception], ...] = ()
+    work: Callable[[], int | None],
+    mistakes: tuple[type[Exception], ...],
+    faults: tuple[type[Exception], ...] = (),
 ) -> int:
     """Do the work of a command. Returns its exit code: 2 after one of `mistakes`, 1 after one of `faults`, each one message."""
     try:
-        return work()
+        return work() or 0
     except mistakes as error:
         print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
         return 2
@@ -128,10 +133,3 @@ def end_with_message(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def _has_no_reader(descriptor: int) -> bool:
-    """Check whether a pipe or socket was closed at its other end. A file or a terminal never is."""
-    poll = select.poll()
-    poll.register(descriptor, 0)  # errors are reported without being asked for
-    return bool(poll.poll(0))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,23 +98,15 @@ def _packed(options: Options, family: ModelFamily, config: Any, model: LayeredMo
     return pack_base(model, {name: packed for name, packed in found.items() if packed is not None})
 
 
-def known_families(module: str | None) -> Mapping[str, ModelFamily]:
-    """Return the families by name, those of a user's module among them. Raises `ConfigError`."""
-    if module is None:
-        return FAMILIES
-    try:
-        added = {family.name: family for family in users_module(module).FAMILIES}
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            [f"model.module: {module} gives no FAMILIES ({type(error).__name__}: {error})"]
-        ) from error
-    return {**FAMILIES, **added}
-
-
 def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, Any]:
-    """Return the family and its config: from a flavor, a shape, or the config.json of a Hugging Face folder."""
-    table = options.config.model
-    families = known_families(table.module)
+    """Find the family, maybe of a user's module, and its config: from a flavor, a shape, or a folder's config.json."""
+    table, families = options.config.model, FAMILIES
+    if table.module is not None:
+        try:
+            families = {**FAMILIES, **{family.name: family for family in users_module(table.module).FAMILIES}}
+        except (ImportError, AttributeError) as error:
+            text = f"{table.module} gives no FAMILIES ({type(error).__name__}: {error})"
+            raise ConfigError([f"model.module: {text}"]) from error
     if table.family not in (*families, AUTO):
         raise options.unknown_name("model.family", table.family, {*families, AUTO})
     if table.hf_path is not None:
@@ -172,14 +165,13 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
         weights.adapters = saved_adapters(config.lora, model, own, weights, dtype)
     if not config.lora.map_base:
         return weights, {}
-    layers = zip(model.names, model.layers, strict=True)
-    named = (
-        (f"{name}.{path}", weight) for name, layer in layers for path, weight in layer.named_parameters()
-    )
     # A tied parameter has a name in each of its layers, and is stored under one of them.
-    frozen = {
-        name for name, weight in named if not weight.requires_grad
-    } & shapes.keys() - model.packed.keys()
+    frozen = (shapes.keys() - model.packed.keys()) & {
+        f"{name}.{path}"
+        for name, layer in zip(model.names, model.layers, strict=True)
+        for path, weight in layer.named_parameters()
+        if not weight.requires_grad
+    }
     return weights, weights.map_tensors(sorted(frozen), DTYPES[config.training.dtype])
 
 
@@ -208,7 +200,7 @@ def open_weights(
 
 
 def family_of(content: Mapping[str, Any]) -> str:
-    """Return the name of the family that reads a `config.json`. The borrowed one reads, or refuses, all other kinds."""
+    """Name the family that reads a `config.json`. The borrowed one reads, or refuses, all other kinds."""
     kind = str(content.get("model_type"))
     return next((own.name for own in OWN_FAMILIES.values() if kind in own.hf_model_types), BORROWED)
 
@@ -239,8 +231,13 @@ def _released_config(
             raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
         if (advice := quantised_advice(quantisation(content))) is not None:
             raise HFError(f"{path.parent}: {advice}")
-        if "text_config" in content and "tie_word_embeddings" not in content and named in (AUTO, BORROWED):
-            content = {**_tying(path.parent), **content}
+        if "text_config" in content and named in (AUTO, BORROWED):
+            # Releases that wrap their text model often leave it out. The default of their class may then be wrong, and
+            # `transformers` goes by the files. A folder of a config alone has none.
+            with suppress(HFError):
+                names = read_folder(path.parent)
+                tied = not any(name.endswith("lm_head.weight") for name in names)
+                content = {"tie_word_embeddings": tied, **content}
         if named != AUTO:
             return families[named], families[named].config_from_hf(content)
     except (HFError, ModelConfigError) as error:
@@ -253,19 +250,6 @@ def _released_config(
         except ModelConfigError as error:
             refusals.append(f"{family.name}: {error}")
     raise options.error("model.hf_path", f"{path} fits no family; {'; '.join(refusals)}")
-
-
-def _tying(folder: Path) -> dict[str, bool]:
-    """Return `tie_word_embeddings` as the files of a folder show it; nothing for a folder of a config alone.
-
-    Releases that wrap their text model often leave it out. The default of their class may then be wrong, and `transformers`
-    goes by the files.
-    """
-    try:
-        heads = [name for name in read_folder(folder) if name.endswith("lm_head.weight")]
-    except HFError:
-        return {}
-    return {"tie_word_embeddings": not heads}
 
 
 # The weights in a checkpoint's files, read in pieces, in either form that a run keeps them in.

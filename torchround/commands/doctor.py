@@ -35,14 +35,13 @@ def main(arguments: list[str]) -> int:
     return end_with_message(look, ())
 
 
-def look() -> int:
+def look() -> None:
     for name, text in machine_facts():
         say(f"{name:<{NAME_WIDTH}}{text}")
     say("\nconfigs, planned for these devices and the memory that is free now")
     # The clone that this package is in has configs; an installed package has none.
     for config in sorted((Path(__file__).parents[2] / "configs").glob("*.toml")):
         say(f"{config.name:<{NAME_WIDTH}}{config_text(config)}")
-    return 0
 
 
 def machine_facts() -> Iterator[tuple[str, str]]:

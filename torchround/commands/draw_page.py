@@ -21,11 +21,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     output = options.output or options.runs[0] / PAGE_FILE
 
-    def draw() -> int:
+    def draw() -> None:
         if options.output and not output.parent.is_dir():
             raise ValueError(f"{output} cannot be written: there is no such folder")
         write_page(options.runs, output)
         say(str(output))
-        return 0
 
     return end_with_message(draw, (OSError, ValueError))

@@ -16,11 +16,12 @@ that the folder packs (FP8, MXFP4) become bf16; with `--frozen original` those t
 and scales. The folder appears once it is complete. Exit code 2: an argument cannot be used.
 """
 
+import json
+import logging
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -29,19 +30,22 @@ from typing import Any
 import torch
 
 from torchround.checkpoint import CheckpointError, verify_checkpoint
-from torchround.checkpoint.folders import STATE_FILE, make_folder, sync_entry
+from torchround.checkpoint.folders import STATE_FILE, new_folder
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import end_with_message, new_parser
 from torchround.commands.configured_model import MISTAKES, SavedModel, open_saved_model
-from torchround.commands.generation_files import GENERATION_FILE, write_generation, write_json
 from torchround.config import Config, Options, load_config, show
 from torchround.config.load import parse_overrides, with_overrides
 from torchround.config.validate import RawConfig
+from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
+from torchround.data.document_types import Conversation
+from torchround.data.loader import reads_conversations
+from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import TEMPLATE_FILE, TOKENIZER_FILES, export_tokenizer, folder_of
 from torchround.hf import HFError
 from torchround.hf import adapters as peft
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, keep_packed, unstack, write_tensors
-from torchround.hf.model_card import CARD_FILE, CardFacts, model_card
+from torchround.hf.model_card import CARD_FILE, model_card
 from torchround.hf.packed import PackedTensor, RoundedTensor
 from torchround.hf.tensor_folder import INDEX_FILE, QUANTISATION_KEYS, read_object
 from torchround.layer import HFNames, names_in
@@ -50,6 +54,10 @@ from torchround.run.numbers import DTYPES
 from torchround.untrusted.regular_file import refuse_links_out_of, write_whole
 from torchround.untrusted.terminal import say
 
+logger = logging.getLogger(__name__)
+
+GENERATION_FILE = "generation_config.json"
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Endings of the files of a model and its tokenizer that an export copies or reads.
 PUBLISHED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
 # An export publishes what these keys lead to, and imports the module.
@@ -73,12 +81,11 @@ def main(arguments: list[str]) -> int:
     kinds.add_argument("--frozen", choices=("original",), help="FP8 and MXFP4 where weights did not change")
     given, overrides = parser.parse_known_args(arguments)
 
-    def run() -> int:
+    def run() -> None:
         own = None if given.config is None else load_config(given.config)
         asked = {"adapters": given.adapters, "dtype": given.dtype, "packed": given.frozen is not None}
         asked["original_base"] = given.original_base
         say(export(given.checkpoint, given.output, own, overrides, **asked))
-        return 0
 
     return end_with_message(run, (*MISTAKES, CheckpointError, OSError))
 
@@ -122,14 +129,14 @@ def export(
     content["dtype"] = dtype or content.get("dtype", content.get("torch_dtype", config.training.dtype))
     content.pop("torch_dtype", None)
     name, tokens = content.get("_name_or_path"), state.get("tokens")
-    facts = CardFacts(
-        run=state["config"],
-        step=read_manifest(checkpoint).step,
-        tokens=tokens if type(tokens) is int else None,
-        base=base,
-        base_name=name if isinstance(name, str) else None,
-        adapters=adapters,
-        original_base=original_base,
+    card = model_card(
+        state["config"],
+        read_manifest(checkpoint).step,
+        tokens if type(tokens) is int else None,
+        base,
+        name if isinstance(name, str) else None,
+        adapters,
+        original_base,
     )
     with new_folder(output) as folder:
         # First, because it fails at once if the run's template is gone.
@@ -142,9 +149,8 @@ def export(
             place = None if base is None else str(base.absolute())
             names = [module_names[weight] for weight in trained]
             content = peft_config(state["config"]["lora"], names, module_names.values(), place)
-            if (
-                saved.base is not None and saved.base.carried
-            ):  # a tower's modules may have the same last parts
+            # A tower's modules may have the same last parts.
+            if saved.base is not None and saved.base.carried:
                 body = re.split(r"\d+\.", str(names[0]), maxsplit=1)[0]
                 content["exclude_modules"] = f"(?!{re.escape(body)}).*"
         else:
@@ -157,7 +163,7 @@ def export(
             if saved.base is not None and saved.base.carried:
                 written += copy_others(folder, saved.base.folder)
         write_json(folder / name, content)
-        write_whole(folder / CARD_FILE, model_card(facts))
+        write_whole(folder / CARD_FILE, card)
     # The tokenizer `bytes` writes its files over copied ones.
     return f"{output}: {', '.join(dict.fromkeys([name, *files, *copied, *written, CARD_FILE]))}"
 
@@ -271,16 +277,114 @@ def copy_others(folder: Path, base: Path) -> list[str]:
     return names
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill. It gets its name after the block, once everything in it is on the disk."""
-    unfinished = path.with_name(path.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    make_folder(path.absolute().parent)
-    unfinished.mkdir()  # not through a link in its place
-    yield unfinished
-    # First the files, then their folder: the new name must never point at a folder whose files a crash could lose.
-    for written in (*unfinished.rglob("*"), unfinished):
-        sync_entry(written)
-    unfinished.rename(path)
-    sync_entry(path.parent)
+# What the folder needs beside the weights so that `transformers` generates text from it. config.json and generation_config.json
+# get the ids of special tokens: a model without them would begin and end its text by the defaults of its class, which are
+# tokens of another vocabulary. The tokenizer `bytes` has no file, so its export gets one.
+
+
+def write_generation(folder: Path, content: dict[str, Any], config: Config) -> list[str]:
+    """Write `generation_config.json`, and the files of the tokenizer `bytes`; put the special tokens into `content`.
+
+    `content` is that of `config.json`, `config` the run's. Returns the names of the files. A tokenizer that is gone is a
+    warning: the weights are exported anyway.
+    """
+    table, base = config.tokenizer, config.model.hf_path
+    is_base = table.path is None or (base is not None and Path(table.path) == Path(base))
+    keeps_tokens = base is not None and table.name is None and is_base
+    ids: dict[str, Any] = {}
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        tokenizer = build_tokenizer(table, base)
+    except (TokenizerError, MissingTokenizerError) as error:
+        logger.warning("the export has no %s of its own: %s", GENERATION_FILE, error)
+    else:
+        # After training on chats text also ends with the token that ends the assistant's turn.
+        more = turn_ends(tokenizer) if reads_conversations(config.data) else []
+        ends = list(dict.fromkeys([tokenizer.eos_id, *more]))
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        ids["pad_token_id"] = tokenizer.pad_id
+        if not keeps_tokens:
+            content.update(ids)  # None too: a class may have another default
+        if table.name == "bytes":
+            files = byte_tokenizer_files(tokenizer)
+    if settings := generation_content(base, ids, keeps_tokens):
+        files[GENERATION_FILE] = settings
+    for name, written in files.items():
+        write_json(folder / name, written)
+    return list(files)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def turn_ends(tokenizer: Tokenizer) -> list[int]:
+    """Find the token that ends the assistant's turn in the chat template. Without a template there is none."""
+    chat = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
+    try:
+        spans = ChatTemplate(tokenizer)(chat)
+    except (TokenizerError, DataError):
+        return []  # no template, or one that no chat of the run was written with
+    ends = [span.text for span in spans if span.learn and span.special]
+    return [tokenizer.special_id(text) for text in ends[-1:]]
+
+
+def generation_content(base: str | None, ids: Mapping[str, Any], same_tokens: bool) -> dict[str, Any]:
+    """Put the ids of special tokens into the base's settings of generation. Raises `HFError`.
+
+    `same_tokens`: the run kept the base's tokenizer. The base's own ids then stay, and the ends that training has added
+    join them. Otherwise they are ids of another vocabulary.
+    """
+    content = {} if base is None else _read(base, GENERATION_FILE)
+    found = {key: value for key, value in ids.items() if value is not None}
+    if same_tokens and content:
+        ends = _as_list(content.get("eos_token_id"))
+        ends += [end for end in _as_list(found.pop("eos_token_id", None)) if end not in ends]
+        if ends:
+            content["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        return {**found, **content}
+    return {**{key: value for key, value in content.items() if key not in ID_KEYS}, **found}
+
+
+def _as_list(ids: Any) -> list[int]:
+    return [] if ids is None else list(ids) if isinstance(ids, Sequence) else [ids]
+
+
+def stop_tokens(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a text: of a document, of a turn in a chat, and what the model's folder names."""
+    ends = [tokenizer.eos_id, *turn_ends(tokenizer)]
+    table, base = config.tokenizer, config.model.hf_path
+    # A tokenizer from elsewhere has other ids. The settings of generation come before the model's.
+    if base is not None and table.path in (None, base) and table.name is None:
+        settings = [_read(base, name).get("eos_token_id") for name in (GENERATION_FILE, "config.json")]
+        named = next((found for found in settings if found is not None), None)
+        ends += [end for end in _as_list(named) if type(end) is int]
+    return tuple(dict.fromkeys(ends))
+
+
+def _read(folder: str, name: str) -> dict[str, Any]:
+    path = Path(folder).expanduser() / name
+    return read_object(path) if path.is_file() else {}
+
+
+def byte_tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    import tokenizers  # here: a run on a bare machine exports nothing
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # The names of bytes in files of the package tokenizers: printable Latin-1 as itself, the others from U+0100 on.
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+    written = tokenizers.Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
+    written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    written.decoder = decoders.ByteLevel()
+    # In the order of their ids, which follow those of the bytes.
+    written.add_special_tokens(sorted(tokenizer.special, key=tokenizer.special.__getitem__))
+    bos = tokenizer.template_tokens["bos_token"]
+    written.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.special[bos])]
+    )
+    return {
+        "tokenizer.json": json.loads(written.to_str()),
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.template_tokens},
+    }

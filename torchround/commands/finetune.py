@@ -45,7 +45,6 @@ from torchround.planning.memory import size_text
 from torchround.planning.plan_report import fits
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import RunQuestion
-from torchround.run.engine_parts import RunParts
 from torchround.run.hardware import find_hardware
 from torchround.run.run_folder import require_room
 from torchround.run.several_machines import joined_machines
@@ -78,11 +77,14 @@ def main(arguments: list[str]) -> int:
 
 
 def finetune(given: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Do what the command line says. Raises the errors that `main` turns into messages."""
     folder = given.out or Path("outputs") / f"{_name(given.model)}-{_name(given.data.partition('.')[0])}"
     file, text = folder / FILE, None
     if file.is_file():
-        _require_same(file, given)
+        first, *_ = file.read_text(encoding="utf-8").split("\n")
+        if first != f"# {given.command}":
+            text = f"{folder} holds the run of another command: {first.lstrip('# ')}; legal: that command, which continues it"
+            more = f"another folder, or torchround train --config {file}, which takes changed keys"
+            raise config_error("", "--out", f"{text}, {more}")
         options = with_overrides(read_config(file), ())
     else:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -97,59 +99,38 @@ def finetune(given: argparse.Namespace, overrides: Sequence[str]) -> int:
         try:
             parts = build_parts(options, machines)
         except InfeasiblePlanError as error:
-            raise InfeasiblePlanError(f"{error}{adapters_advice(options)}", error.least) from error
+            advice, config = "", options.config
+            if not config.lora.rank:
+                lora = config.lora.model_copy(update={"rank": RANK})
+                smaller = replace(options, config=config.model_copy(update={"lora": lora}))
+                if fits(configured_question(smaller, find_hardware(config.engine))):
+                    advice = f"\n  with --lora {RANK}: fits"
+            raise InfeasiblePlanError(f"{error}{advice}", error.least) from error
         if text is not None and machines.is_first:
             require_room(parts.folder, parts.question)
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(file, text)
             say(f"{file}:\n{text}")
         code = train_parts(parts)
-        if machines.is_first:
-            report_end(parts, given.command, file, code)
+        if code != 0 and machines.is_first:
+            say(f"continue  {given.command}")
+        elif machines.is_first:  # say where the results are, how to sample from them and how to go on
+            config, run = parts.config, parts.folder
+            asked = f"--run {shlex.quote(str(run.path))}"
+            if config.checkpoint.export == "weights":
+                asked = f"--model {shlex.quote(str(export_result(run, config, adapters=False)))}"
+                if config.lora.rank:
+                    adapters = export_result(run, config, adapters=True, name="adapters")
+                    say(f"adapters  {adapters} (peft loads them)")
+            chats = " --chat" * packs_whole_documents(config.data)
+            say(f'sample    torchround try_model {asked}{chats} --prompt "..."')
+            more = "--training.steps N" if config.data.epochs is None else "--data.epochs N"
+            say(f"go on     torchround train --config {shlex.quote(str(file))} {more}")
     return code
 
 
 def _name(path: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name).strip("-._") or "run"
-
-
-def _require_same(file: Path, given: argparse.Namespace) -> None:
-    first, *_ = file.read_text(encoding="utf-8").split("\n")
-    if first != f"# {given.command}":
-        text = (
-            f"{file.parent} holds the run of another command: {first.lstrip('# ')}; legal: that command, which continues it, "
-            f"another folder, or torchround train --config {file}, which takes changed keys"
-        )
-        raise config_error("", "--out", text)
-
-
-def report_end(parts: RunParts, command: str, file: Path, code: int) -> None:
-    """Say where the results are, how to sample from them and how to continue."""
-    config, folder = parts.config, parts.folder
-    if code != 0:
-        say(f"continue  {command}")
-        return
-    asked = f"--run {shlex.quote(str(folder.path))}"
-    if config.checkpoint.export == "weights":
-        asked = f"--model {shlex.quote(str(export_result(folder, config, adapters=False)))}"
-        if config.lora.rank:
-            say(
-                f"adapters  {export_result(folder, config, adapters=True, name='adapters')} (peft loads them)"
-            )
-    chats = " --chat" * packs_whole_documents(config.data)
-    say(f'sample    torchround try_model {asked}{chats} --prompt "..."')
-    more = "--training.steps N" if config.data.epochs is None else "--data.epochs N"
-    say(f"go on     torchround train --config {shlex.quote(str(file))} {more}")
-
-
-def adapters_advice(options: Options) -> str:
-    """Say whether adapters would make a run fit that trains all weights and does not."""
-    if options.config.lora.rank:
-        return ""
-    lora = options.config.lora.model_copy(update={"rank": RANK})
-    smaller = replace(options, config=options.config.model_copy(update={"lora": lora}))
-    question = configured_question(smaller, find_hardware(options.config.engine))
-    return f"\n  with --lora {RANK}: fits" if fits(question) else ""
 
 
 # The settings.
@@ -214,11 +195,11 @@ def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -
 def _choices_of(
     given_steps: int | None, rank: int | None, options: Options, lengths: Lengths, most_tokens: int
 ) -> Iterator[Choice]:
-    """Yield the settings of training that the data and the command line decide."""
     training, data = options.config.training, options.config.data
     documents = f"{lengths.documents:,} documents of about {lengths.tokens:,.0f} tokens in all"
     if packs_whole_documents(data):
-        seq_len = min(most_tokens, max(256, _power_of_two(lengths.longest)))
+        whole = 1 << (lengths.longest - 1).bit_length()  # the next power of two
+        seq_len = min(most_tokens, max(256, whole))
         why = f"the longest of the first {SAMPLED} has {lengths.longest} tokens; more are cut"
     else:
         seq_len, why = min(most_tokens, 2048), "documents are packed end to end"
@@ -265,16 +246,11 @@ def _micro_batch(options: Options) -> Iterator[Choice]:
         config.training.global_batch_size // hardware.num_devices,
     )
     question: RunQuestion = configured_question(options, hardware)
-    size = _power_of_two(max(1, most) + 1) // 2
+    size = 1 << (max(1, most).bit_length() - 1)  # a power of two
     while size > 1 and not fits(replace(question, micro_batch_size=size)):
         size //= 2
     if size > 1:
         yield Choice("training.micro_batch_size", size, "fits the devices, and each has one at least")
-
-
-def _power_of_two(value: int) -> int:
-    """Return the smallest power of two that is at least `value`."""
-    return 1 << max(0, value - 1).bit_length()
 
 
 def _with_overrides(choices: Sequence[Choice], overrides: dict[str, Any]) -> list[Choice]:
@@ -424,17 +400,18 @@ def fetch(kind: str, name: str) -> str:
             say(f"fetching  {name}: {size_text(missing)} into {cache}")
         return str(hub.snapshot_download(name, **asked))
     except (hub.errors.HFValidationError, OSError) as error:
-        raise config_error("", what, _hub_problem(hub, name, error)) from error
-
-
-def _hub_problem(hub: Any, name: str, error: BaseException) -> str:
-    errors, cause = hub.errors, error.__cause__ or error
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk of {hub.constants.HF_HUB_CACHE} is full (HF_HOME names another place)"
-    if isinstance(cause, errors.GatedRepoError) or isinstance(error, errors.GatedRepoError):
-        return f"its owner asks for consent: accept the terms on {hub.constants.ENDPOINT}/{name}, then hf auth login"
-    if isinstance(cause, errors.RepositoryNotFoundError) or isinstance(error, errors.RepositoryNotFoundError):
-        return "neither a folder here nor a repository on the hub that you may read (hf auth login for a private one)"
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError):
-        return f"not in the hub's cache ({hub.constants.HF_HUB_CACHE}), and {hub.constants.ENDPOINT} cannot be reached"
-    return f"cannot be fetched: {show(str(error))}"
+        causes, errors, place = (error, error.__cause__), hub.errors, hub.constants
+        text = f"cannot be fetched: {show(str(error))}"
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            text = f"the disk of {place.HF_HUB_CACHE} is full (HF_HOME names another place)"
+        elif any(isinstance(each, errors.GatedRepoError) for each in causes):
+            text = (
+                f"its owner asks for consent: accept the terms on {place.ENDPOINT}/{name}, then hf auth login"
+            )
+        elif any(isinstance(each, errors.RepositoryNotFoundError) for each in causes):
+            text = "neither a folder here nor a repository on the hub that you may read (hf auth login for a private one)"
+        elif isinstance(
+            error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
+        ):
+            text = f"not in the hub's cache ({place.HF_HUB_CACHE}), and {place.ENDPOINT} cannot be reached"
+        raise config_error("", what, text) from error

@@ -7,7 +7,6 @@ of its tokens is a label that counts. No token in a line predicts the line's fir
 sequence before, its first token here is the last label there. Long documents are shortened unless `--whole` is given.
 """
 
-import argparse
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -15,10 +14,10 @@ import torch
 
 from torchround.commands import end_with_message, new_parser, positive_integer
 from torchround.commands.configured_model import MISTAKES, find_tokenizer, model_config
-from torchround.config import Config, parse_command_line
+from torchround.config import parse_command_line
 from torchround.data import DataError, Loader, Tokenizer, num_tokens
 from torchround.data.loader import packs_whole_documents
-from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.layer import IGNORED_LABEL
 
 CHARACTERS_SHOWN = 160
 
@@ -32,61 +31,50 @@ def main(arguments: Sequence[str]) -> int:
     add("--whole", action="store_true", help="print all of each document, not shortened")
     options, overrides = parser.parse_known_args(arguments)
 
-    def inspect() -> int:
+    def inspect() -> None:
         parsed = parse_command_line(["--config", options.config, *overrides])
-        tokenizer = find_tokenizer(parsed)
+        config, tokenizer = parsed.config, find_tokenizer(parsed)
         vocab_size = tokenizer.vocab_size
         # Only ids need the model's vocabulary: text can be looked at before the model's folder is there.
-        if any(source.content == "tokens" for source in parsed.config.data.sources):
+        if any(source.content == "tokens" for source in config.data.sources):
             vocab_size = model_config(parsed, tokenizer.vocab_size)[1].vocab_size
-        print_batches(parsed.config, tokenizer, vocab_size, options)
-        return 0
+        sizes = config.training.seq_len, config.training.global_batch_size
+        loader = Loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
+        loader.check_first_records()
+        positions = tokens = labels = 0
+        for number in range(options.batches):
+            batch = next(loader, None)
+            if batch is None:
+                print(f"--- the data ends after {number} batches")
+                break
+            positions += batch.tokens.numel()
+            tokens += num_tokens(batch, tokenizer.pad_id)
+            labels += batch.num_labels()
+            for row in range(min(options.sequences, len(batch.tokens))):
+                print(f"--- batch {number}, sequence {row}")
+                for document in batch.document_ids[row].unique().tolist():
+                    inside = batch.document_ids[row] == document
+                    text = marked(batch.tokens[row][inside], batch.labels[row][inside], tokenizer)
+                    text = text.replace("\n", "⏎")
+                    if not options.whole and len(text) > CHARACTERS_SHOWN:
+                        text = f"{text[: CHARACTERS_SHOWN // 2]} … {text[-(CHARACTERS_SHOWN // 2) :]}"
+                    print(f"{document:4} {int(inside.sum()):7} tokens  {text}")
+        loader.close()
+        if not positions:
+            return
+        print(
+            f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
+        )
+        if packs_whole_documents(config.data):
+            print(
+                f"--- {loader.num_long_documents()} documents longer than a sequence: {config.data.long_documents}"
+            )
 
     return end_with_message(inspect, (*MISTAKES, DataError))
 
 
-def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options: argparse.Namespace) -> None:
-    """Print the first batches as text, and the share of their positions that hold tokens and labels."""
-    sizes = config.training.seq_len, config.training.global_batch_size
-    loader = Loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
-    loader.check_first_records()
-    most_characters = None if options.whole else CHARACTERS_SHOWN
-    positions = tokens = labels = 0
-    for number in range(options.batches):
-        batch = next(loader, None)
-        if batch is None:
-            print(f"--- the data ends after {number} batches")
-            break
-        positions += batch.tokens.numel()
-        tokens += num_tokens(batch, tokenizer.pad_id)
-        labels += batch.num_labels()
-        for row in range(min(options.sequences, len(batch.tokens))):
-            print(f"--- batch {number}, sequence {row}")
-            print_sequence(batch, row, tokenizer, most_characters)
-    loader.close()
-    if not positions:
-        return
-    print(
-        f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
-    )
-    if packs_whole_documents(config.data):
-        print(
-            f"--- {loader.num_long_documents()} documents longer than a sequence: {config.data.long_documents}"
-        )
-
-
-def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer, most_characters: int | None) -> None:
-    """Print one line per document: its number in the sequence, its tokens, its text."""
-    for document in batch.document_ids[row].unique().tolist():
-        inside = batch.document_ids[row] == document
-        text = marked(batch.tokens[row][inside], batch.labels[row][inside], tokenizer).replace("\n", "⏎")
-        if most_characters is not None and len(text) > most_characters:
-            text = f"{text[: most_characters // 2]} … {text[-(most_characters // 2) :]}"
-        print(f"{document:4} {int(inside.sum()):7} tokens  {text}")
-
-
 def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> str:
-    """Return the text of a document's `tokens` `[n]`, with « and » around the tokens that are not learnt.
+    """Show the text of a document's `tokens` `[n]`, with « and » around the tokens that are not learnt.
 
     `labels` `[n]`: `labels[i]` is token `i + 1`, or `IGNORED_LABEL` if that token is not learnt.
     """

@@ -19,7 +19,7 @@ from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.layer import LayeredModel
 from torchround.planning.cards import device_names, find_device
-from torchround.planning.machine_report import report_exchange, usable_bytes_per_s
+from torchround.planning.exchange_time import exchange_text, usable_bytes_per_s
 from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
 from torchround.planning.plan import Plan, text_table
 from torchround.planning.plan_report import (
@@ -164,7 +164,14 @@ def report_lines(report: PlanReport) -> Iterator[str]:
     else:
         devices = f"each device {gib_text(plan.device_bytes)}{of_device}"
         yield f"fits: the host needs {gib_text(report.host.total_bytes)}{of_host}, {devices}"
-    yield f"host memory\n{_host_table(report)}\n"
+    rows = {kind: size_text(size) for kind, size in report.host.parts().items() if size}
+    rows["all"] = size_text(report.host.total_bytes)
+    rows["allowed"] = "no limit was given" if question.host_bytes is None else gib_text(question.host_bytes)
+    if report.host.mapped_bytes:
+        rows["besides, in files: frozen weights"] = size_text(report.host.mapped_bytes)
+    if question.devices_on_host:  # of a process that drives accelerators it was not measured
+        rows["besides, about: Python and PyTorch"] = size_text(PROGRAM_BYTES)
+    yield f"host memory\n{text_table([*rows.items()], 1)}\n"
     if report.device is not None:
         yield f"each device needs {size_text(report.device.total_bytes)}{of_device}: {report.device.text()}"
     if plan is not None:
@@ -184,36 +191,6 @@ def report_lines(report: PlanReport) -> Iterator[str]:
     yield f"longest sequence that fits with a batch of {batch}, one per micro-batch: {longest:,} tokens (predicted)"
 
 
-def _host_table(report: PlanReport) -> str:
-    host, allowed = report.host, report.question.host_bytes
-    rows = {kind: size_text(size) for kind, size in host.parts().items() if size}
-    rows["all"] = size_text(host.total_bytes)
-    rows["allowed"] = "no limit was given" if allowed is None else gib_text(allowed)
-    if host.mapped_bytes:
-        rows["besides, in files: frozen weights"] = size_text(host.mapped_bytes)
-    if report.question.devices_on_host:  # of a process that drives accelerators it was not measured
-        rows["besides, about: Python and PyTorch"] = size_text(PROGRAM_BYTES)
-    return text_table([*rows.items()], 1)
-
-
 def planned_machines(table: MachinesTable) -> PlannedMachines:
     rate = None if table.gbit_per_s is None else usable_bytes_per_s(table.gbit_per_s)
     return PlannedMachines(table.planned, rate)
-
-
-def exchange_text(question: RunQuestion, plan: Plan) -> str:
-    """Describe what several machines exchange in a step, and how much of it lengthens the step."""
-    exchange, rate = report_exchange(question, plan), question.machines.bytes_per_s
-    sizes = exchange.gradient_bytes, exchange.weight_bytes
-    gradients, weights = (size_text(round(nbytes)) for nbytes in sizes)
-    text = f"{gradients} of gradients out and {weights} of weights back per step on the busiest link"
-    if rate is None:
-        return text
-    text += f", {sum(sizes) / rate:.3g} s at {rate * 8 / 1e9:.3g} Gb/s of data"
-    if question.device is None:
-        return text  # the devices' speed says how much of this is hidden
-    tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
-    return (
-        f"{text}, {exchange.exposed_s:.3g} s of it not hidden by compute; step {exchange.step_s:.4g} s, about "
-        f"{tokens_per_s:,.0f} tokens/s of all machines"
-    )

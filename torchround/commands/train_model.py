@@ -10,57 +10,36 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from torchround.accelerators import deterministic_operations
-from torchround.checkpoint import (
-    CheckpointError,
-    MachineTeam,
-    checkpoint_name,
-)
-from torchround.commands import configured_model, end_with_message
-from torchround.commands.configured_model import (
-    build_model,
-    find_tokenizer,
-    find_weights,
-    model_config,
-    starting_weights,
-    with_family,
-)
-from torchround.commands.export_hf import export
-from torchround.commands.generation_files import stop_tokens
-from torchround.commands.plan_run import (
-    exchange_text,
-    mapped_packed,
-    plan_with_advice,
-    planned_hardware,
-    planned_machines,
-    question_of,
-    show_plan,
-)
-from torchround.commands.try_model import prompts_of
+from torchround.checkpoint import CheckpointError, MachineTeam, checkpoint_name
+from torchround.commands import configured_model, end_with_message, plan_run
+from torchround.commands.export_hf import export, stop_tokens
 from torchround.config import Config, Options, parse_command_line, show, to_toml
-from torchround.data import DataError, Loader, Tokenizer, build_validation_loader, reading_order
+from torchround.data import DataError, Loader, Tokenizer, build_validation_loader
 from torchround.data.loader import reads_conversations
+from torchround.data.text.chat import prompts_of
 from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
-from torchround.machines.group import LaunchError, MachineError
+from torchround.machines.group import LaunchError, MachineError, measure_rate
 from torchround.observe.logger import users_writer
+from torchround.planning.exchange_time import exchange_text
 from torchround.planning.memory import size_text
-from torchround.planning.plan_report import host_memory, report_plan
-from torchround.planning.run_question import PlannedMachines, RunQuestion
+from torchround.planning.plan_report import host_memory, plan_for, report_plan
+from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.run.checkpoints import check_start, first_state, given_folder
 from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import RunNumbers, num_parameters
 from torchround.run.packed_base import PackedBase
-from torchround.run.resume import check_start, first_state, given_folder, resumed_stale_layers
-from torchround.run.run_folder import RunFolder, disk_text, require_room
+from torchround.run.run_folder import RunError, RunFolder, disk_text, require_room
 from torchround.run.several_machines import RunMachines, joined_machines
 from torchround.run.validation import RunValidation, best_of, kept_losses
 from torchround.trainer import Trainer
@@ -89,23 +68,27 @@ def run(arguments: list[str]) -> int:
             if options.dry_run:
                 return dry_run(options) if is_first else 0
             with joined_machines(os.environ, options.config) as machines:
-                return train(options, machines)
-
-
-def train(options: Options, machines: RunMachines) -> int:
-    """Train on this machine, one of `machines`. Returns the exit code."""
-    return train_parts(build_parts(options, machines))
+                return train_parts(build_parts(options, machines))
 
 
 def build_parts(options: Options, machines: RunMachines) -> RunParts:
     """Build the parts of the run on each of `machines`, and plan together. Nothing is written."""
-    planned = machines.planned()
+    planned = ONE_MACHINE
+    if machines.group is not None:  # all measure the network, for about half a second
+        planned = PlannedMachines(machines.size, measure_rate(machines.group))
     parts = machines.same_mistakes(
         lambda: build(options, machines, planned), MISTAKES, "what each machine found at the start"
     )
     machines.require_same(parts.identity)
     rule = machines.agree("start", [parts.plan.rounds, parts.plan.stale_layers], "rounds and stale layers")[0]
-    return machines.same_mistakes(lambda: parts.with_rule(*rule), MISTAKES, "plans of as many rounds")
+
+    def planned_alike() -> RunParts:
+        if [parts.plan.rounds, parts.plan.stale_layers] == rule:  # losses depend on both
+            return parts
+        question = replace(parts.question, rounds=rule[0], stale_layers=rule[1])
+        return replace(parts, question=question, plan=plan_for(question))
+
+    return machines.same_mistakes(planned_alike, MISTAKES, "plans of as many rounds")
 
 
 def train_parts(parts: RunParts) -> int:
@@ -125,7 +108,7 @@ def build(
 
     `planned` is what the planner knows of `machines`. `hardware` is this machine's if it is not given.
     """
-    options = with_family(options)
+    options = configured_model.with_family(options)
     config, folder = options.config, RunFolder(options.config.run, MachineTeam.of(machines.group))
     checkpointer = folder.checkpointer()
     check_start(config, checkpointer)
@@ -133,24 +116,24 @@ def build(
         torch.set_num_threads(config.engine.cpu_threads)
     if config.metrics.module is not None and machines.is_first:
         users_writer(config.metrics.module)
-    tokenizer = find_tokenizer(options)
-    model = build_model(options, tokenizer.vocab_size)
-    pretrained, mapped = find_weights(options, model)
+    tokenizer = configured_model.find_tokenizer(options)
+    model = configured_model.build_model(options, tokenizer.vocab_size)
+    pretrained, mapped = configured_model.find_weights(options, model)
     packed_base = None
     if model.packed:
         if pretrained is None:
             legal = 'model.hf_path, the folder of the model whose weights are packed, or "bf16"'
-            raise options.error(
-                "lora.base", f"given {show(config.lora.base)} for random weights; legal: {legal}"
-            )
+            text = f"given {show(config.lora.base)} for random weights; legal: {legal}"
+            raise options.error("lora.base", text)
         packed_base = PackedBase(model, pretrained, config.lora.base_cache, machines.rank)
     hardware = hardware or find_hardware(config.engine, machines.host_share)
     start = given_folder(config)
     if start is not None and config.checkpoint.load == "weights" and not checkpointer.checkpoints():
-        pretrained = starting_weights(start, model, mapped)
-    question = question_of(config, model, hardware, [*mapped, *mapped_packed(config, model)], planned)
+        pretrained = configured_model.starting_weights(start, model, mapped)
+    in_files = [*mapped, *plan_run.mapped_packed(config, model)]
+    question = plan_run.question_of(config, model, hardware, in_files, planned)
     question = with_kept_choices(question, config, folder)
-    plan = plan_with_advice(question)
+    plan = plan_run.plan_with_advice(question)
     if question.mode.updates_by_layer:
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, batches = build_loaders(options, tokenizer)
@@ -186,26 +169,15 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
     So a resumed run may have another batch size. Packing depends on the length of every document, so what is left of the
     data is read once. Leaves `loader` where it was. Raises `ConfigError`, also if the warm-up takes all steps.
     """
-    config, beginning = options.config, loader.state_dict()
-    _, steps, state = first_state(config, folder.checkpointer())
+    config = options.config
+    _, done, state = first_state(config, folder.checkpointer())
     counted = Progress("counting steps (training.steps = N saves this)")
-    level = reading_order.logger.level
-    reading_order.logger.setLevel(logging.ERROR)  # the run warns of the same bad records
     try:
-        with suppress(DataError):  # resuming refuses this position and says why
-            loader.load_state_dict(state.get("data", beginning))
-        for _ in loader:
-            counted.advance()
+        steps = max(done + loader.num_left(state.get("data"), counted.advance), 1)
     except DataError as error:
         raise options.error("data.sources", f"its steps cannot be counted: {error}") from error
-    finally:
-        loader.load_state_dict(beginning)
-        reading_order.logger.setLevel(level)
-    steps = max(steps + counted.done, 1)
-    text, warmup = (
-        f"data.epochs = {config.data.epochs} makes {steps:,} steps",
-        config.lr_schedule.warmup_steps,
-    )
+    text = f"data.epochs = {config.data.epochs} makes {steps:,} steps"
+    warmup = config.lr_schedule.warmup_steps
     if warmup >= steps:
         given = f"given {warmup}, and {text}; legal: at most {steps - 1}"
         raise options.error("lr_schedule.warmup_steps", given)
@@ -216,11 +188,11 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
 def dry_run(options: Options) -> int:
     """Print the plan of the run on the machines of the config, otherwise on this one. Raises the errors of `build`."""
     config = options.config
-    named = None if config.machines.card is None else planned_hardware(options)
-    parts = build(options, RunMachines(), planned_machines(config.machines), named)
+    named = None if config.machines.card is None else plan_run.planned_hardware(options)
+    parts = build(options, RunMachines(), plan_run.planned_machines(config.machines), named)
     if named is not None:
         say("planned for the machine that the config names (--machines.card none: for this one)")
-    show_plan(parts.hardware, report_plan(parts.question))
+    plan_run.show_plan(parts.hardware, report_plan(parts.question))
     if parts.pretrained is not None and (text := parts.pretrained.carried_text()):
         say(f"not trained: {text}")
     say(f"disk: {disk_text(parts.folder, parts.question)}")
@@ -240,10 +212,16 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
         same = kept.update == question.update and kept.partition.num_layers == len(question.costs().layers)
         kept = kept if same else None
     if question.mode.updates_by_layer:
-        stale_layers = resumed_stale_layers(config, checkpointer, question.stale_layers)
-        if stale_layers is None and kept is not None:
-            stale_layers = kept.stale_layers
-        question = replace(question, stale_layers=stale_layers)
+        (path, _, state), given = first_state(config, checkpointer), question.stale_layers
+        saved = state.get("stale_layers")
+        if type(saved) is not int:  # there is no checkpoint, or it is of a run with another `engine.update`
+            saved = kept.stale_layers if given is None and kept is not None else given
+        elif given not in (None, saved):
+            raise RunError(
+                f'engine.stale_layers: given {given}, and {path} was made with {saved}; legal: {saved}, or "auto", which '
+                "keeps the checkpoint's. A run of another name (--run.name NAME) may begin with other values"
+            )
+        question = replace(question, stale_layers=saved)
     if kept is not None and kept.stays_uncompiled:
         question = question.uncompiled()
     if kept is None or question.rounds != "auto" or question.given is not None:
@@ -301,7 +279,7 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
     config, training = options.config, options.config.training
     sizes = training.seq_len, training.global_batch_size
     # The model's vocabulary, which data that is token ids may use; the tokenizer's may be smaller.
-    vocab_size = model_config(options, tokenizer.vocab_size)[1].vocab_size
+    vocab_size = configured_model.model_config(options, tokenizer.vocab_size)[1].vocab_size
     try:
         loader = Loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
         loader.check_first_records()

@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,28 +24,15 @@ import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.checkpoint.folders import RUN_SUBFOLDER
-from torchround.commands import end_with_message, new_parser, positive_integer
-from torchround.commands.configured_model import (
-    MISTAKES,
-    Mapped,
-    build_model,
-    family_of,
-    find_tokenizer,
-    find_weights,
-    model_config,
-    open_saved_model,
-    warn_of_positions,
-)
-from torchround.commands.generation_files import stop_tokens
+from torchround.commands import configured_model, end_with_message, new_parser, positive_integer
+from torchround.commands.export_hf import stop_tokens
 from torchround.config import ConfigError, Options, show
 from torchround.config.errors import COMMAND_LINE
 from torchround.config.load import parse_overrides, read_config, with_overrides
 from torchround.config.validate import RawConfig
 from torchround.data import DataError, Tokenizer
-from torchround.data.document_types import Conversation
-from torchround.data.scored_windows import ScoredWindow, scored_batch, scored_windows
-from torchround.data.text.chat import ChatTemplate
-from torchround.data.text.tokenizer import encode_spans
+from torchround.data.scored_windows import scored_batch, scored_windows
+from torchround.data.text.chat import prompts_of
 from torchround.engine.errors import EngineError, EngineUsageError
 from torchround.generation import Sampling, Score, TextEngine, inference_store, score
 from torchround.generation.continuations import GROUPS
@@ -57,7 +45,7 @@ from torchround.planning.memory import size_text
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, num_parameters
 from torchround.run.run_folder import CONFIG_FILE
-from torchround.run.validation import Prompt, without_end
+from torchround.run.validation import without_end
 from torchround.untrusted.terminal import Progress, say
 
 logger = logging.getLogger(__name__)
@@ -68,13 +56,6 @@ PASS_BATCHES = 4
 
 def main(arguments: list[str]) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    options, overrides = parse(arguments)
-    mistakes = (*MISTAKES, DataError, CheckpointError)
-    return end_with_message(lambda: try_model(options, overrides), mistakes, (EngineError,))
-
-
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command's own flags. The rest are overrides of the configuration."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
@@ -100,10 +81,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options.sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
     except ValueError as error:
         parser.error(str(error))
-    return options, overrides
+    mistakes = (*configured_model.MISTAKES, DataError, CheckpointError)
+    return end_with_message(lambda: try_model(options, overrides), mistakes, (EngineError,))
 
 
-def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     given = dict(parse_overrides(overrides))
     if options.perplexity is not None:
         source = {"path": options.perplexity, "content": options.content, "field": options.field}
@@ -115,11 +97,9 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config, tokenizer = tried.options.config, tried.tokenizer
     prompts = prompts_of(options.prompt, tokenizer, options.chat)
     longest = max((len(prompt.tokens) + options.max_tokens for prompt in prompts), default=0)
-    text = None
     if options.perplexity is not None:
-        text = ScoredText(tried, options.batch_size)
         longest = max(longest, config.training.seq_len)
-    warn_of_positions("the longest sequence", longest, tried.shape)
+    configured_model.warn_of_positions("the longest sequence", longest, tried.shape)
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
     hardware = find_hardware(config.engine)
@@ -128,17 +108,19 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         say(f"model    {config.model.family}, {tried.name}: {size}")
         say(f"devices  {hardware.num_devices} x {hardware.kind}{hardware.note}")
     with text_engine(tried, hardware, options.batch_size, longest) as engine:
-        if text is not None:
-            print_score(options, text, score(engine, text))
+        if options.perplexity is not None:
+            read = Counter[str]()
+            found = score(engine, scored_text(tried, options.batch_size, read))
+            print_score(options, found, read["documents"], config.training.seq_len)
         if not prompts:
-            return 0
+            return
         stops = stop_tokens(config, tokenizer)
         limits = {"max_tokens": options.max_tokens, "stop_tokens": stops, "sampling": options.sampling}
         try:
-            found = engine.generate([prompt.tokens for prompt in prompts], **limits)
+            continued = engine.generate([prompt.tokens for prompt in prompts], **limits)
         except ValueError as error:  # logits that are not numbers
             raise EngineError(f"{tried.name}: {error}") from error
-        for prompt, ids in zip(prompts, found, strict=True):
+        for prompt, ids in zip(prompts, continued, strict=True):
             kept = without_end(ids, stops)
             continuation, ended = tokenizer.decode_after(prompt.tokens, kept), len(kept) < len(ids)
             if options.json:
@@ -146,17 +128,16 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 print(json.dumps(values), flush=True)
             else:
                 say(f"\n{prompt.text}»{continuation}")
-    return 0
 
 
-def print_score(options: argparse.Namespace, text: "ScoredText", found: Score) -> None:
+def print_score(options: argparse.Namespace, found: Score, num_documents: int, seq_len: int) -> None:
     values = {
         "file": options.perplexity,
         "perplexity": perplexity(found.loss),
         "nats_per_token": found.loss,
         "tokens": found.num_labels,
-        "documents": text.num_documents,
-        "seq_len": text.seq_len,
+        "documents": num_documents,
+        "seq_len": seq_len,
     }
     if options.json:  # strict readers of JSON know no nan
         strict = {
@@ -167,7 +148,7 @@ def print_score(options: argparse.Namespace, text: "ScoredText", found: Score) -
         return
     say(
         f"{options.perplexity}: perplexity {values['perplexity']:.4f}: {found.loss:.6f} nats per token, "
-        f"{found.num_labels:,} tokens of {text.num_documents:,} documents in windows of {text.seq_len:,} tokens"
+        f"{found.num_labels:,} tokens of {num_documents:,} documents in windows of {seq_len:,} tokens"
     )
 
 
@@ -188,7 +169,7 @@ class TriedModel:
     shape: Any
     tokenizer: Tokenizer
     weights: PretrainedWeights
-    mapped: Mapped = field(default_factory=dict)
+    mapped: configured_model.Mapped = field(default_factory=dict)
 
 
 def model_of_run(folder: Path, step: int | None, given: Mapping[str, Any]) -> TriedModel:
@@ -217,14 +198,14 @@ def model_of_run(folder: Path, step: int | None, given: Mapping[str, Any]) -> Tr
         verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
     except CheckpointError as error:
         raise CheckpointError(error, "--step N tries another checkpoint of the run") from error
-    saved, dtype = open_saved_model(options, path), DTYPES[options.config.training.dtype]
-    mapped: Mapped = {}
+    saved, dtype = configured_model.open_saved_model(options, path), DTYPES[options.config.training.dtype]
+    mapped: configured_model.Mapped = {}
     if saved.base is not None:
         missing = sorted(saved.model.stored_shapes().keys() - saved.weights.names.keys())
         saved.base.restrict(missing)
         mapped = saved.base.map_tensors(sorted(set(missing) - saved.model.packed.keys()), dtype)
         saved.weights.adapters = saved.base  # read after the checkpoint's own
-    tokenizer = find_tokenizer(options)
+    tokenizer = configured_model.find_tokenizer(options)
     name = f"{folder} after step {step}"
     return TriedModel(name, options, saved.model, saved.shape, tokenizer, saved.weights, mapped)
 
@@ -238,14 +219,14 @@ def model_of_folder(folder: Path, given: Mapping[str, Any]) -> TriedModel:
     tables: dict[str, Any] = {"data": {"sources": [{"path": "none"}]}, "model": {"hf_path": str(folder)}}
     base = Path(str(given.get("model.hf_path", folder))).expanduser()
     content = read_object(base / "config.json")
-    tables["model"]["family"] = family_of(content)
+    tables["model"]["family"] = configured_model.family_of(content)
     dtype = content.get("dtype", content.get("torch_dtype"))
     tables["training"] = {"dtype": dtype if dtype in DTYPES else "bfloat16"}
     options = with_overrides(RawConfig(str(folder), tables), given.items())
-    tokenizer = find_tokenizer(options)
-    model = build_model(options, tokenizer.vocab_size, warns=False)
-    family, shape = model_config(options, tokenizer.vocab_size)
-    weights, _ = find_weights(options, model)
+    tokenizer = configured_model.find_tokenizer(options)
+    model = configured_model.build_model(options, tokenizer.vocab_size, warns=False)
+    family, shape = configured_model.model_config(options, tokenizer.vocab_size)
+    weights, _ = configured_model.find_weights(options, model)
     assert weights is not None, "a folder has weights"
     in_folder = model.stored_shapes().keys() - adapter_names(model, family.module_names(shape)).keys()
     mapped = weights.map_tensors(sorted(in_folder), DTYPES[options.config.training.dtype])
@@ -272,56 +253,23 @@ def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: 
     return TextEngine(tried.model, store, devices, batch_size=batch_size, tokens=tokens, device_bytes=limit)
 
 
-# The text: files to score as micro-batches, and prompts as token ids.
+def scored_text(tried: TriedModel, batch_size: int, read: Counter[str]) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of each pass over the text of `data.sources`, and count its `documents` in `read`.
 
-
-class ScoredText:
-    """The micro-batches of the text of `data.sources`, counted as they are read. Each `iter()` reads the text anew."""
-
-    def __init__(self, tried: TriedModel, batch_size: int) -> None:
-        self._source = tried.options.config.data.sources[0]
-        self._tokenizer = tried.tokenizer
-        self._vocab_size = tried.shape.vocab_size
-        self._batch_size = batch_size
-        self.seq_len = tried.options.config.training.seq_len
-        self.num_documents = 0
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        """Yield the micro-batches of each pass. Raises `DataError` if nothing can be scored."""
-        windows = scored_windows([self._source], self._tokenizer, self.seq_len, self._vocab_size)
-        progress = Progress(f"scoring {self._source.path}", text="{:,} tokens".format)
-        self.num_documents = 0
-        while some := list(islice(windows, PASS_BATCHES * self._batch_size)):
-            self.num_documents += sum(window.ends for window in some)
-            if batches := self._batches([window for window in some if len(window.tokens)]):
-                yield batches
-            progress.advance(sum(batch.num_labels() for batch in batches))
-        if not progress.done:
-            text = "no token can be scored: a document's first token has nothing before it, and prompts are not scored"
-            raise DataError(f"{self._source.path}: {text}; legal: documents of two tokens or more")
-
-    def _batches(self, windows: list[ScoredWindow]) -> list[MicroBatch]:
-        """Cut windows into micro-batches. Windows of like lengths are together, which needs little padding."""
-        longest_first = sorted(windows, key=lambda window: -len(window.tokens))
-        size = -(-self._batch_size // GROUPS)  # as many as a group of prompts, which the engine was made for
-        starts = range(0, len(longest_first), size)
-        return [scored_batch(longest_first[start : start + size], self._tokenizer.pad_id) for start in starts]
-
-
-def prompts_of(
-    texts: Sequence[str], tokenizer: Tokenizer, with_chat: bool, key: str = "--prompt"
-) -> list[Prompt]:
-    """Encode prompts, with `with_chat` as user's messages. Raises `ConfigError` or `DataError`, which name `key`."""
-    if not all(texts):
-        raise ConfigError([f"{key}: an empty prompt; legal: some text"])
-    if not with_chat or not texts:
-        return [Prompt(text, tokenizer.prompt_ids(text)) for text in texts]
-    template, prompts = ChatTemplate(tokenizer), []
-    for text in texts:
-        try:
-            spans = template.prompt(Conversation(({"role": "user", "content": text},)))
-        except DataError as error:
-            raise DataError(f"{key}: {error}") from error
-        ids = [int(token) for part in encode_spans(tokenizer, spans) for token in part]
-        prompts.append(Prompt(text, ids))
-    return prompts
+    Windows of like lengths are together, which needs little padding. Raises `DataError` if nothing can be scored.
+    """
+    config = tried.options.config
+    source, seq_len, pad_id = config.data.sources[0], config.training.seq_len, tried.tokenizer.pad_id
+    windows = scored_windows([source], tried.tokenizer, seq_len, tried.shape.vocab_size)
+    progress = Progress(f"scoring {source.path}", text="{:,} tokens".format)
+    size = -(-batch_size // GROUPS)  # as many as a group of prompts, which the engine was made for
+    while some := list(islice(windows, PASS_BATCHES * batch_size)):
+        read["documents"] += sum(window.ends for window in some)
+        some = sorted((each for each in some if len(each.tokens)), key=lambda each: -len(each.tokens))
+        batches = [scored_batch(some[start : start + size], pad_id) for start in range(0, len(some), size)]
+        if batches:
+            yield batches
+        progress.advance(sum(batch.num_labels() for batch in batches))
+    if not progress.done:
+        text = "no token can be scored: a document's first token has nothing before it, and prompts are not scored"
+        raise DataError(f"{source.path}: {text}; legal: documents of two tokens or more")

@@ -6,7 +6,7 @@ first, and their first records read for mistakes that all of them share.
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -29,6 +29,7 @@ from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
 from torchround.data.packing import Batches, ContiguousPacker, num_tokens, progress_so_far
 from torchround.data.reading_order import FEW_DOCUMENTS, MixSettings, Reader
+from torchround.data.reading_order import logger as reader_logger
 from torchround.data.shuffling import WAITING_TOKEN_BYTES, SequenceShuffler, auto_window
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.tokenizer import Tokenizer
@@ -175,6 +176,21 @@ class Loader(Iterator[MicroBatch]):
     def check_first_records(self) -> None:
         """Raise `DataError` if the first records of a source cannot be used. Moves no position."""
         check_first_records(self._data, self._sources, self._tokenizer)
+
+    def num_left(self, state: dict[str, Any] | None, advance: Callable[[], object]) -> int:
+        """Count the batches after a saved position, or all, by reading them. Leaves the position. Raises `DataError`."""
+        beginning, level, count = self.state_dict(), reader_logger.level, 0
+        reader_logger.setLevel(logging.ERROR)  # the run warns of the same bad records
+        try:
+            with suppress(DataError):  # resuming refuses this position and says why
+                self.load_state_dict(beginning if state is None else state)
+            for _ in self:
+                count += 1
+                advance()
+        finally:
+            self.load_state_dict(beginning)
+            reader_logger.setLevel(level)
+        return count
 
     def close(self) -> None:
         """End the threads. The position stays, and asking for a further batch starts them again."""

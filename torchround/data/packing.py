@@ -208,9 +208,7 @@ def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
     # Counted over the whole batch: shapes of compiled layers would otherwise depend on the cut.
     ids = batch.document_ids
     whole = replace(batch, max_documents=most_documents(ids), longest_document=longest_document(ids))
-    return [
-        whole.with_tensors(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts
-    ]
+    return [whole.rebuild()(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts]
 
 
 def num_tokens(batch: MicroBatch, pad_id: int) -> int:

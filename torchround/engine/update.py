@@ -178,13 +178,12 @@ class Updater(Worker):
         report.directions = tuple(buffer.content for buffer in directions)
         report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
         norm = 0.0 if self._store.mode.updates_by_layer else self._take_norm(decision)
+        report.fault = ""  # also of an overflow that a lower loss scale can cure
         if not math.isfinite(self._loss):
             report.fault = "the loss is not finite"
         elif math.isfinite(norm):
             report.fault = str(self._store.spikes.spike(self._loss, norm) or "")
-        elif not self._store.loss_scaling.can_fall(
-            report.loss_scale
-        ):  # an overflow that a lower scale can cure is no fault
+        elif not self._store.loss_scaling.can_fall(report.loss_scale):
             report.fault = "the gradient is not finite"
         report.skipped = bool(report.fault) or not math.isfinite(norm)
         if report.skipped or self._host_optimizer is None:  # whose own step begins the update

@@ -9,19 +9,25 @@ Each machine has one link out and one link in. A link carries its messages one a
 are ready. A message has arrived once it has passed its sender's and its receiver's link. Latency is not counted.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchround.planning.machine_shares import assign_owners
-from torchround.planning.partition import Partition
-from torchround.planning.stage_times import StageTimes, completing_stage
+from torchround.planning.machine_shares import assign_owners, step_share
+from torchround.planning.memory import size_text
+from torchround.planning.partition import Partition, split_evenly
+from torchround.planning.plan import Plan
+from torchround.planning.run_question import RunQuestion
+from torchround.planning.stage_times import LayerSums, StageTimes, completing_stage
 from torchround.planning.step_time import run_slots
 
 # Steps without a flush before their step time is taken, as delays settle within a few steps. The mean is taken over this many
 # steps for each device, because steps can repeat with a period of as many steps as there are devices. Messages can
 # overtake each other, so a step is not linear in the (max, +) algebra, and a matrix does not tell its steady state.
 WARM_UP_STEPS, STEPS_PER_DEVICE = 24, 4
+# Share of a network's line rate that carries data.
+USABLE_RATE = 0.9
 
 
 @dataclass(frozen=True)
@@ -195,3 +201,85 @@ def _weights_ready(links: _Links, partition: Partition, arrived: Sequence[float]
         for layer in bundle.layers:
             of_layer[layer] = max(of_layer[layer], arrived_s)
     return [max(of_layer[start:stop]) for start, stop in partition.ranges]
+
+
+# Several machines before a run: what they exchange in a step, and what of it is exposed. A plan takes it as hidden.
+
+
+def usable_bytes_per_s(gbit_per_s: float) -> float:
+    return USABLE_RATE * gbit_per_s * 1e9 / 8
+
+
+@dataclass(frozen=True)
+class ExchangeReport:
+    """The exchange of one step.
+
+    - `gradient_bytes`, `weight_bytes`: what the busiest link carries in one direction.
+    - `step_s`: seconds per step with the exchange; if the link's rate is not known, as if it took no time.
+    - `exposed_s`: seconds of it that the exchange adds.
+    """
+
+    gradient_bytes: float
+    weight_bytes: float
+    step_s: float
+    exposed_s: float
+
+
+def report_exchange(question: RunQuestion, plan: Plan) -> ExchangeReport:
+    """Simulate the exchange of the question's machines beside the steps of a plan."""
+    rate = question.machines.bytes_per_s or math.inf
+    moved = exchange_of(question, rate).wire_bytes(len(round_sizes(question, plan.rounds)))
+    hidden_s, step_s = (machine_step_seconds(question, plan, each) for each in (math.inf, rate))
+    # Both are means of the same steps, so equal times may differ by rounding.
+    return ExchangeReport(*moved, step_s, step_s - hidden_s if step_s > hidden_s * (1 + 1e-9) else 0.0)
+
+
+def exchange_of(question: RunQuestion, bytes_per_s: float) -> Exchange:
+    counts = question.parameters
+    # An owner takes its share of the seconds in which one host updates all.
+    per_parameter_s = sum(question.costs().values("optimizer_s")) / max(1, counts.trained)
+    return Exchange(
+        bundles=tuple(
+            ExchangedBundle(bundle.numel, bundle.layers, bundle.numel * per_parameter_s)
+            for bundle in counts.bundles
+        ),
+        num_machines=question.machines.count,
+        bytes_per_s=bytes_per_s,
+        gradient_bytes=question.gradient_bytes,
+        weight_bytes=question.element_bytes,
+    )
+
+
+def round_sizes(question: RunQuestion, rounds: int) -> list[int]:
+    """List the micro-batches of each round of the machine with the largest share."""
+    share = step_share(question.step_micro_batches, rounds, 0, question.machines.count)
+    return [len(part) for part in split_evenly(len(share.micro_batches), len(share.rounds))]
+
+
+def machine_step_seconds(question: RunQuestion, plan: Plan, bytes_per_s: float) -> float:
+    """Compute the seconds per step of the question's machines, each with this plan, over links of this rate."""
+    sizes, link = round_sizes(question, plan.rounds), question.keep_rule().link
+    sums = LayerSums(question.costs().keeping(plan.kept), question.recompute, link, sum(sizes))
+    times = sums.times(plan.partition, question.update, len(sizes), plan.stale_layers)
+    exchange = exchange_of(question, bytes_per_s)
+    launches_s = sum(sizes) * question.costs().launch_s
+    stepped_s = exchange_step_seconds(times, sizes, question.num_devices, exchange, plan.stale_layers)
+    return max(stepped_s, launches_s)
+
+
+def exchange_text(question: RunQuestion, plan: Plan) -> str:
+    """Describe what several machines exchange in a step, and how much of it lengthens the step."""
+    exchange, rate = report_exchange(question, plan), question.machines.bytes_per_s
+    sizes = exchange.gradient_bytes, exchange.weight_bytes
+    gradients, weights = (size_text(round(nbytes)) for nbytes in sizes)
+    text = f"{gradients} of gradients out and {weights} of weights back per step on the busiest link"
+    if rate is None:
+        return text
+    text += f", {sum(sizes) / rate:.3g} s at {rate * 8 / 1e9:.3g} Gb/s of data"
+    if question.device is None:
+        return text  # the devices' speed says how much of this is hidden
+    tokens_per_s = question.global_batch_size * question.seq_len / exchange.step_s
+    return (
+        f"{text}, {exchange.exposed_s:.3g} s of it not hidden by compute; step {exchange.step_s:.4g} s, about "
+        f"{tokens_per_s:,.0f} tokens/s of all machines"
+    )

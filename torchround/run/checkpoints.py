@@ -1,9 +1,13 @@
-"""A run's checkpoints: each holds the run's position beside the host store's state, and the next start finds it."""
+"""A run's checkpoints: each holds the run's position beside the host store's state, and the next start finds it.
+
+At the end: the search for the one that a run begins from, whether it fits, and which settings have changed since.
+"""
 
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +15,22 @@ from typing import Any
 from torch import Tensor
 
 from torchround.checkpoint import (
+    Checkpointer,
     CheckpointError,
     DamagedCheckpointError,
+    FolderError,
     ForeignCheckpointError,
-    NoSpaceError,
+    Loaded,
     SaveWatch,
     checkpoint_name,
+    load_checkpoint,
+    open_checkpoint,
     verify_checkpoint,
 )
-from torchround.config import Config
+from torchround.checkpoint.checkpointer import save_with_patience
+from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.config import Config, LoraTable
+from torchround.config.validate import GONE_KEYS
 from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import Save
@@ -28,14 +39,28 @@ from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import MachineError
 from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
-from torchround.run.resume import find_checkpoint, warn_of_changes
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import LARGEST, ValidationProgress, best_of, kept_losses
-from torchround.untrusted.terminal import Progress, say
+from torchround.untrusted.terminal import Progress, say, terminal_safe
 
 logger = logging.getLogger(__name__)
 
-RETRY_S, MOST_WAIT_S = 10, 60  # between two tries of the last save on a full disk, and in all
+# What a change of a key does to a run that resumes; a table stands for all of its keys. The loader checks the data and the
+# seed. These make another model, which is refused:
+MODEL_KEYS = (
+    *("model.family", "model.flavor", "model.shape"),
+    *("lora.rank", "lora.rank_pattern", "lora.dora", "lora.targets", "lora.map_base", "lora.base"),
+)
+# These decide which tensors a checkpoint holds besides; an error about tensors names them:
+ENGINE_KEYS = ("engine.update", "engine.delay_correction")
+STORED_KEYS = ("training.dtype", *ENGINE_KEYS, "optimizer.name", "optimizer.state")
+# These decide losses, and are reported:
+LOSS_KEYS = (
+    "model.hf_path",  # frozen weights that stay in their files are read from there again
+    *("training", "optimizer", "lr_schedule"),
+    *("lora.alpha", "lora.rslora", "lora.alpha_pattern", "lora.dropout"),
+    *(*ENGINE_KEYS, "engine.rounds", "engine.accumulate_dtype"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +130,7 @@ class RunCheckpoints:
         """Fill store and loader from a checkpoint; False if there is none. Raises `RunError` and `CheckpointError`."""
         start_s = time.monotonic()
         views = store.loadable_views()
-        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
+        loaded = self._find(views)
         if loaded is None:
             self.positions.append(RunPosition(0, 0, loader.state_dict()))
             return False
@@ -117,10 +142,15 @@ class RunCheckpoints:
                 # Not isinstance: JSON's true is an int in Python.
                 if type(state[key]) is not int or not 0 <= state[key] <= limit:
                     raise ValueError(f"{key} is {str(state[key])[:100]}")
-            stale_layers = _stale_layers(store, state)
+            stale_layers = state.get("stale_layers", 0)
+            if type(stale_layers) is not int or not 0 <= stale_layers < len(store.locations):
+                raise ValueError(f"stale_layers is {str(stale_layers)[:100]}")
+            stale_layers *= store.mode.updates_by_layer
             # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
-            older = _older_weights(store, views, stale_layers)
-            holds_older_weights = all(name in loaded.filled for name in older)
+            older = (b.older_views(store.step, lags=b.layers[0] < stale_layers) for b in store.trained)
+            holds_older_weights = all(
+                name in loaded.filled for names in older for name in names if name in views
+            )
             store.resume(
                 loaded.step,
                 state["applied_updates"],
@@ -148,6 +178,36 @@ class RunCheckpoints:
         say(f"resuming after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return True
 
+    def _find(self, views: Mapping[str, Tensor]) -> Loaded | None:
+        """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
+
+        Returns None if there is neither, or if `checkpoint.load` asks for the weights only. One warning names the settings
+        that have changed. Raises `RunError` for a checkpoint of another kind of run, and `CheckpointError` for damaged ones.
+        """
+        config, checkpointer = self._config, self._checkpointer
+
+        def is_optional(name: str) -> bool:
+            return name.startswith(OLDER_WEIGHTS)
+
+        try:
+            loaded = checkpointer.load_latest(views, is_optional)
+            path = given_folder(config)
+            if loaded is None and path is not None and config.checkpoint.load == "all":
+                loaded = load_checkpoint(path, views, is_optional, self._team)
+                # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
+                loaded = replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
+        except ForeignCheckpointError as error:
+            advice = ""
+            if error.state:  # it could be read: the tensors are others
+                differing = ", ".join(changes(error.state, config, (*MODEL_KEYS, *STORED_KEYS)))
+                advice = f"{f' ({differing})' * bool(differing)}. {_ways_out(error.folder)}"
+            raise RunError(f"{error}{advice}") from error
+        except FolderError as error:  # the run's own are tried one after the other
+            raise RunError(f"checkpoint.load_path: {error}") from error
+        if loaded is not None and self._team.rank == 0:  # all machines have the same settings
+            warn_of_changes(loaded.path, loaded.state, config)
+        return loaded
+
     def add_validation(self, loss: float) -> None:
         """Note the validation loss of the newest dispatched step. Its checkpoint is saved after this."""
         position = self.position
@@ -172,13 +232,19 @@ class RunCheckpoints:
         for position, pending in self._under_way:
             if position.step <= step:
                 pending.may_publish()
-        while self._under_way and self._under_way[0][1].ended:
-            self._report(*self._under_way.popleft())
+        self.finish_saves(waits=False)
 
-    def finish_saves(self) -> None:
-        """Wait for the saves under way. Their steps must have been reported."""
-        while self._under_way:
-            self._report(*self._under_way.popleft())
+    def finish_saves(self, waits: bool = True) -> None:
+        """Report the saves that have ended, or wait for all, whose steps must be reported. After a failure training continues."""
+        while self._under_way and (waits or self._under_way[0][1].ended):
+            position, pending = self._under_way.popleft()
+            try:
+                self._note_saved(position, pending.result())
+            except CheckpointError as error:
+                # The run's last save begins next, and says what is wrong if it fails too. Otherwise the next interval saves.
+                if position.step != self._config.training.num_steps:
+                    unsaved = self.position.step - max(self.saved_step, self._first_step)
+                    logger.warning("%s; training continues, and %d steps are not saved", error, unsaved)
 
     def save_now(self, engine: Engine) -> None:
         """Save the newest dispatched step, and wait. A full disk is tried again for a minute. Raises `CheckpointError`."""
@@ -186,7 +252,7 @@ class RunCheckpoints:
 
         def save() -> None:
             self.begin_save(engine)
-            # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
+            # Not `finish_saves`: after the last save there is no next one, so a failure ends the run as a fault.
             position, pending = self._under_way.popleft()
             self._note_saved(position, pending.result())
 
@@ -261,56 +327,105 @@ class RunCheckpoints:
         path: Path = self._checkpointer.save(position.step, tensors, state, watch, progress.advance)
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 
-    def _report(self, position: RunPosition, pending: Save[str]) -> None:
-        """Wait for a save and report it. After a failure training continues; the next interval saves again."""
-        try:
-            self._note_saved(position, pending.result())
-        except CheckpointError as error:
-            if position.step == self._config.training.num_steps:
-                return  # the run's last save begins next, and says what is wrong if it fails too
-            unsaved = self.position.step - max(self.saved_step, self._first_step)
-            logger.warning("%s; training continues, and %d steps are not saved", error, unsaved)
-
     def _note_saved(self, position: RunPosition, line: str) -> None:
         self.saved_step, self._saved_validation = position.step, position.validation
         say(line)
 
 
-def save_with_patience(save: Callable[[], object], sleep: Callable[[float], object] = time.sleep) -> None:
-    """Call `save`. While the disk has no room for it, try again every `RETRY_S` seconds, for `MOST_WAIT_S` at most."""
-    for waited_s in range(0, MOST_WAIT_S + 1, RETRY_S):
+# The start of a run.
+
+
+def given_folder(config: Config) -> Path | None:
+    path = config.checkpoint.load_path
+    return None if path is None else Path(os.path.expanduser(path))
+
+
+def check_start(config: Config, checkpointer: Checkpointer) -> None:
+    """Raise `RunError` if there is no checkpoint to start from, or one of another model or optimizer.
+
+    Only names, sizes and states of checkpoints are read. Tensors of another model may have the same names and shapes.
+    """
+    start = given_folder(config)
+    if start is not None and not checkpointer.checkpoints():
         try:
-            save()
-        except NoSpaceError as error:
-            if waited_s == MOST_WAIT_S:
-                raise
-            if waited_s == 0:
-                logger.warning("%s. Free some space: it is tried again for %d s", error, MOST_WAIT_S)
-            sleep(RETRY_S)
-        else:
-            return
+            step = open_checkpoint(start).step
+        except CheckpointError as error:
+            raise RunError(f"checkpoint.load_path: {error}") from error
+        # `data.epochs` counts its steps later.
+        last = config.training.num_steps if config.training.steps or not config.data.epochs else step + 1
+        if config.checkpoint.load == "all" and step >= last:
+            raise RunError(
+                f"checkpoint.load_path: {start} is after step {step}, and training.steps is {last}; legal: more steps, or "
+                'checkpoint.load = "weights" to begin at step 0 with its weights'
+            )
+    path, _, state = first_state(config, checkpointer, start)
+    if path is None:
+        return
+    resumes = path != start or config.checkpoint.load == "all"
+    if differing := changes(state, config, MODEL_KEYS):
+        advice = ". Resume with the former model, or give the run a name of its own (--run.name NAME)"
+        raise RunError(f"{path} is of another model ({', '.join(differing)}){advice * resumes}")
+    if resumes and (differing := changes(state, config, ("optimizer.name",))):
+        raise RunError(
+            f"{path} holds the state of another optimizer ({', '.join(differing)}). {_ways_out(path)}"
+        )
 
 
-def _is_older_weight(name: str) -> bool:
-    return name.startswith(OLDER_WEIGHTS)
+def first_state(
+    config: Config, checkpointer: Checkpointer, start: Path | None = None
+) -> tuple[Path | None, int, dict[str, Any]]:
+    """Return folder, step and state of the newest readable checkpoint that a run may resume from.
+
+    A run without any may begin from `start`, or from the one that `checkpoint.load` asks to resume from; otherwise the
+    folder is None, the step 0 and the state empty.
+    """
+    paths = [path for _, path in sorted(checkpointer.checkpoints().items(), reverse=True)]
+    if config.checkpoint.load == "all":
+        start = given_folder(config)
+    for path in paths or ([start] if start is not None else []):
+        try:
+            manifest = read_manifest(path)
+            return path, manifest.step, read_state(path, manifest)
+        except CheckpointError:
+            continue  # loading names the damage, and takes the checkpoint before
+    return None, 0, {}
 
 
-def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: int) -> list[str]:
-    """Return the names of the older device weights that a checkpoint of this run would hold."""
-    names = [name for name in views if _is_older_weight(name)]
-    if not store.mode.updates_by_layer:
-        return names
-    lagging = {
-        parameter.name
-        for bundle in store.trained
-        if bundle.layers[0] < stale_layers
-        for parameter in bundle.parameters
-    }
-    return [name for name in names if name.split("/", 1)[1] in lagging]
+def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config, *more: str) -> None:
+    """Warn of settings that differ from the checkpoint's, and of other values that it has for keys that are constants now."""
+    changed, before = changes(state, config, (*LOSS_KEYS, *more)), state.get("config")
+    for key, constant in GONE_KEYS.items():
+        table, _, name = key.partition(".")
+        old = before.get(table) if isinstance(before, dict) else None
+        if isinstance(old, dict) and old.get(name, constant) != constant:
+            changed.append(f"{key} {old[name]!r} -> {constant!r}")
+    if changed:
+        message = f"{path} was made with other settings; from now on {', '.join(changed)}"
+        logger.warning("%s", terminal_safe(message))
 
 
-def _stale_layers(store: HostStore, state: Mapping[str, Any]) -> int:
-    number = state.get("stale_layers", 0)
-    if type(number) is not int or not 0 <= number < len(store.locations):
-        raise ValueError(f"stale_layers is {str(number)[:100]}")
-    return number if store.mode.updates_by_layer else 0
+def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> list[str]:
+    """Return `table.key old -> new` for each key whose value in the state's configuration differs from the run's."""
+    before, now = state.get("config"), config.model_dump(mode="json")
+    if not isinstance(before, dict):
+        return []
+    changed = []
+    for key in keys:
+        table, _, name = key.partition(".")
+        old = before.get(table)
+        if table == "lora" and isinstance(old, dict):  # older checkpoints lack keys
+            old = LoraTable().model_dump(mode="json") | old
+        if isinstance(old, dict):
+            changed += [
+                f"{table}.{each} {old[each]!r} -> {now[table][each]!r}"
+                for each in ([name] if name else now[table])
+                if each in old and old[each] != now[table][each]
+            ]
+    return changed
+
+
+def _ways_out(path: Path) -> str:
+    return (
+        "Resume with the former settings, or begin a run of another name with these weights and a fresh optimizer: "
+        f"--run.name NAME --checkpoint.load weights --checkpoint.load_path {path}"
+    )

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 from torchround.config import TrainingTable
@@ -61,11 +61,11 @@ class BadSteps:
         # Every bad step is a spike or not finite.
         is_spike = math.isfinite(loss) and math.isfinite(update.grad_norm)
         if self._stops_at_spike and is_spike:
-            self._stop('a spike (training.on_spike = "stop")')
+            reason = 'a spike (training.on_spike = "stop")'
         elif (count := len(self._in_a_row)) >= self._most_in_a_row:
-            self._stop(f"{count} bad steps in a row (training.max_skipped_steps = {self._most_in_a_row})")
-
-    def _stop(self, reason: str) -> None:
+            reason = f"{count} bad steps in a row (training.max_skipped_steps = {self._most_in_a_row})"
+        else:
+            return
         steps = "".join(f"\n  {line}" for line in self._in_a_row[:SHOWN])  # each had a warning of its own
         self.error = BadStepsError(
             f"{reason}; the last good one: {self._last_good_step}. The run is saved:{steps}\nThe same command continues "
@@ -89,7 +89,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_REQUEST_S = 2.0
 
 
-class StopRequest:
+class StopRequest(ExitStack):
     """A block in which each of `STOP_SIGNALS` on any machine asks the run to stop after the step.
 
     `signal_number` is that of this machine. What counts are the `signals` that the machines exchange once for each step, by
@@ -98,11 +98,11 @@ class StopRequest:
     """
 
     def __init__(self, machines: Sequence[str]) -> None:
+        super().__init__()
         self.signal_number: int | None = None
         self._machines = machines
         self.signals: Sequence[int | None] = [None]
         self._asked_at_s = 0.0
-        self._previous: dict[int, object] = {}
 
     def reason(self) -> tuple[str, int] | None:
         """Return why the run stops, and the exit code of all: 128 + the first machine's signal; None without a signal."""
@@ -116,13 +116,8 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":  # noqa: PYI034  (typing.Self needs Python 3.11)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._ask)
+                self.callback(signal.signal, number, signal.signal(number, self._ask))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous.clear()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

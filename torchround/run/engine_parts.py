@@ -1,7 +1,7 @@
 """The parts of a run: what its command builds, and the host store and the engine that its loop makes of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchround.accelerators import kind_of
 from torchround.config import Config, EngineTable, OptimizerTable
@@ -15,11 +15,9 @@ from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
-from torchround.observe.logger import MetricsLogger, open_metrics
 from torchround.optim import SpikeBounds
 from torchround.optim.optimizer import make_optimizer
 from torchround.planning.plan import Plan
-from torchround.planning.plan_report import plan_for
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.update_modes import mode_of
 from torchround.run.hardware import Hardware
@@ -66,39 +64,15 @@ class RunParts:
             found["pretrained weights"] = self.pretrained.fingerprint()
         return found
 
-    def with_rule(self, rounds: int, stale_layers: int) -> "RunParts":
-        """Take the rounds and stale layers that all machines agreed on, and plan again if this one's plan has others.
-
-        Losses depend on both. Raises `InfeasiblePlanError`.
-        """
-        if (self.plan.rounds, self.plan.stale_layers) == (rounds, stale_layers):
-            return self
-        question = replace(self.question, rounds=rounds, stale_layers=stale_layers)
-        return replace(self, question=question, plan=plan_for(question))
-
     def step_meter(self, devices: Sequence[Device], skipped_steps: int) -> StepMeter:
         """Make the meter of the run's steps. All machines make theirs at the same time."""
         training, spec = self.config.training, self.hardware.spec
         peak = None if spec is None else spec.flops_per_s(training.dtype, training.fp16_accumulation)
-        return StepMeter(
-            devices,
-            flops_per_token(self.model, training.seq_len, self.numbers.dtype.itemsize),
-            self.machines.all_flops_per_s(peak, len(devices)),
-            skipped_steps,
-        )
-
-    def open_metrics(self, resumed_step: int, wandb_run_id: str | None) -> MetricsLogger:
-        if not self.machines.is_first:
-            return MetricsLogger({}, wandb_run_id)
-        return open_metrics(
-            self.config.metrics,
-            self.folder.path,
-            self.config.run.name,
-            self.config.training.num_steps,
-            self.config.model_dump(mode="json"),
-            resumed_step=resumed_step,
-            wandb_run_id=wandb_run_id,
-        )
+        peaks = self.machines.agree("start", [peak, len(devices)], "the devices of all machines")
+        is_known = all(each is not None for each, _ in peaks)
+        all_flops_per_s = float(sum(each * count for each, count in peaks)) if is_known else None
+        counted = flops_per_token(self.model, training.seq_len, self.numbers.dtype.itemsize)
+        return StepMeter(devices, counted, all_flops_per_s, skipped_steps)
 
 
 def build_store(
@@ -136,11 +110,7 @@ def build_engine(
     times_layers: bool = False,
     machines: MachineGroup | None = None,
 ) -> Engine:
-    """Start an engine that runs `plan` on `devices`.
-
-    `compiler` compiles the layers, and holds those that an earlier engine compiled of this model. With `times_layers` the reports hold each
-    layer's own times. `machines` are those of the run if there are several.
-    """
+    """Start an engine that runs `plan`. `compiler` may hold layers that an earlier engine of the model compiled."""
     table = numbers.engine
     settings = EngineSettings(
         rounds=plan.rounds,

@@ -8,14 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from torchround.accelerators import (
-    PLANNED_KIND,
-    VISIBLE_CARDS,
-    AcceleratorKind,
-    kind_of,
-    known_kinds,
-    present_kind,
-)
+from torchround.accelerators import PLANNED_KIND, VISIBLE_CARDS, kind_of, kinds, present_kind
 from torchround.config import EngineTable
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
@@ -80,7 +73,9 @@ def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Ha
     Free memory is divided; limits of the table are each process's own. Raises `EngineUsageError` for devices not here.
     """
     share = host_share or HostShare()
-    kind = _asked_for(table)
+    kind = None if table.devices == "cpu" else present_kind()
+    if table.devices not in ("auto", "cpu") and (kind is None or kind.name != table.devices):
+        raise EngineUsageError(_not_legal(table.devices, [kind.name] if kind else []))
     if table.host_memory_gib is not None:
         host_bytes = int(table.host_memory_gib * GIB)
     else:
@@ -106,8 +101,8 @@ def planned_kind(table: EngineTable) -> str:
     """Return the kind of device that a plan for a machine elsewhere is for. Raises `EngineUsageError` for no kind."""
     if table.devices in ("auto", "cpu"):
         return PLANNED_KIND  # the kind of the cards in the table
-    if table.devices not in known_kinds():
-        raise EngineUsageError(_not_legal(table.devices, known_kinds()))
+    if table.devices not in kinds():
+        raise EngineUsageError(_not_legal(table.devices, list(kinds())))
     return table.devices
 
 
@@ -122,18 +117,8 @@ def available_host_bytes() -> int:
     return min(free_bytes, max(0, int(limit) - max(0, int(used or 0) - caches)))
 
 
-def _asked_for(table: EngineTable) -> AcceleratorKind | None:
-    """Find the accelerators that `engine.devices` asks for; None stands for virtual devices on the CPU."""
-    if table.devices == "cpu":
-        return None
-    here = present_kind()
-    if table.devices != "auto" and (here is None or here.name != table.devices):
-        raise EngineUsageError(_not_legal(table.devices, [here.name] if here else []))
-    return here
-
-
 def _not_legal(asked: str, here: list[str]) -> str:
-    is_known = asked in known_kinds()
+    is_known = asked in kinds()
     reason = f"PyTorch sees none here ({why_no_accelerator()})" if is_known else "no such kind is known"
     legal = ", ".join(f'"{name}"' for name in ("auto", "cpu", *here))
     return f'engine.devices = "{asked}": {reason}; legal: {legal}'

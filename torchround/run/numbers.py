@@ -54,7 +54,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """Types and sizes that `[training]`, `[engine]` and `[optimizer]` ask for."""
+    """The tables that decide types and sizes. Devices compute, and weights travel, in `dtype`."""
 
     training: TrainingTable
     engine: EngineTable
@@ -62,12 +62,10 @@ class RunNumbers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that devices compute in, and that weights travel in."""
         return DTYPES[self.training.dtype]
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
-        """Type that devices add gradients up in."""
         return DTYPES[self.engine.accumulate_dtype]
 
 
@@ -146,11 +144,12 @@ def measured_plan(question: RunQuestion, counted: Plan, steps: Sequence[StepResu
     """Plan again from the medians of measured `steps`, all of which must be done. They ran under the `counted` plan."""
     times = layer_times(report for step in steps for report in step.reports())
     updates = [[(span.layers.start, span.seconds) for span in step.update().bundles] for step in steps]
-    # With layerwise recomputation all layers but a stage's last run again, in the span of their backward.
-    stages = (
-        counted.partition.stages()[len(counted.partition.forward) :] if question.recompute == "layer" else []
-    )
-    run_again = {layer for stage in stages for layer in range(stage.start, stage.stop - 1)}
+    run_again = set[int]()
+    if (
+        question.recompute == "layer"
+    ):  # all layers but a stage's last run again, in the span of their backward
+        for stage in counted.partition.stages()[len(counted.partition.forward) :]:
+            run_again.update(range(stage.start, stage.stop - 1))
     before = question.costs().keeping(counted.kept)
     costs = measured_costs(before, times, updates, run_again).keeping(())
     try:
@@ -171,11 +170,10 @@ def given_plan(
     planner. A key of the config comes before the file's value. Raises `EngineUsageError` for a file without a plan, and
     for a plan of another number of layers.
     """
-    given = engine.plan
+    given, kept = engine.plan, None
     stale_layers = None if engine.stale_layers == "auto" else engine.stale_layers
-    kept = None
     if given is None:
-        return None, stale_layers, kept
+        return None, stale_layers, None
     if isinstance(given, str):
         try:
             plan = Plan.from_json(Path(given).read_text())
@@ -184,8 +182,7 @@ def given_plan(
         if stale_layers is None and plan.update == engine.update:
             stale_layers = plan.stale_layers
         partition, rounds = plan.partition, plan.rounds
-        if engine.keep_activations == "auto":
-            kept = plan.kept
+        kept = plan.kept if engine.keep_activations == "auto" else None
     else:
         rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
         partition = Partition.from_lists(given.forward, given.fused, given.backward)

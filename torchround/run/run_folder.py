@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, MachineTeam
-from torchround.checkpoint.folders import RUN_SUBFOLDER, free_bytes_at
+from torchround.checkpoint.folders import RUN_SUBFOLDER
 from torchround.config import Config, RunTable, to_toml
 from torchround.planning.memory import size_text
 from torchround.planning.plan import Plan
@@ -150,29 +150,19 @@ class RunFolder:
 
 
 def disk_text(folder: RunFolder, question: RunQuestion) -> str:
-    free_bytes = free_for_checkpoints(folder)
+    free_bytes = folder.checkpointer().free_bytes()
     free = "" if free_bytes is None else f"; {size_text(free_bytes)} are free"
     return f"a checkpoint takes {size_text(checkpoint_bytes(question))}{free}"
 
 
 def require_room(folder: RunFolder, question: RunQuestion) -> None:
     """Raise `RunError` if not one checkpoint fits on the disk. Nothing is written."""
-    free_bytes = free_for_checkpoints(folder)
+    free_bytes = folder.checkpointer().free_bytes()
     if free_bytes is not None and checkpoint_bytes(question) > free_bytes:
         raise RunError(
             f"run.folder: {folder.path}: {disk_text(folder, question)}, so nothing could be saved. Free some space, or "
             "choose a folder on another disk (--run.folder FOLDER)"
         )
-
-
-def free_for_checkpoints(folder: RunFolder) -> int | None:
-    """Count the free bytes of the run's disk, and those that the next save clears away first; None if not known."""
-    free_bytes = free_bytes_at(folder.path)
-    if free_bytes is not None:
-        for path in folder.checkpointer().leftovers():
-            with suppress(OSError):  # deleted meanwhile, or not readable
-                free_bytes += sum(file.lstat().st_size for file in path.iterdir())
-    return free_bytes
 
 
 def checkpoint_bytes(question: RunQuestion) -> int:

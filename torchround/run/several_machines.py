@@ -11,13 +11,9 @@ from typing import Any, TypeVar
 
 from torchround.checkpoint import MachineTeam
 from torchround.config import Config
-from torchround.engine.exchange import share_weights
-from torchround.engine.store.bundles import Ownership
-from torchround.engine.store.host_store import HostStore
-from torchround.machines.group import HostShare, LaunchError, MachineError, MachineGroup, measure_rate
+from torchround.machines.group import HostShare, LaunchError, MachineError, MachineGroup
 from torchround.machines.launch import differences, join
 from torchround.observe.record import MachineTimes, StepRecord
-from torchround.planning.run_question import ONE_MACHINE, PlannedMachines
 
 T = TypeVar("T")
 
@@ -89,27 +85,8 @@ class RunMachines:
         """This process's share of its host, which processes of one host divide; None on one machine."""
         return None if self.group is None else self.group.machines[self.rank].share
 
-    def planned(self) -> PlannedMachines:
-        """Return what the planner has to know of the machines. All measure the network, for about half a second."""
-        if self.group is None:
-            return ONE_MACHINE
-        return PlannedMachines(self.size, measure_rate(self.group))
-
-    def ownership(self) -> Ownership | None:
-        return None if self.group is None else Ownership(self.rank, self.size)
-
-    def share_weights(self, store: HostStore) -> None:
-        if self.group is not None:
-            share_weights(store, self.group)
-
-    def all_flops_per_s(self, peak_flops_per_s: float | None, num_devices: int) -> float | None:
-        peaks = self.agree("start", [peak_flops_per_s, num_devices], "the devices of all machines")
-        if any(peak is None for peak, _ in peaks):
-            return None
-        return float(sum(peak * count for peak, count in peaks))
-
     def merged(self, record: StepRecord) -> StepRecord:
-        """Return a record with the times of all machines in it. All machines call this for the same steps."""
+        """Put the times of all machines into a record. All machines call this for the same steps."""
         if self.group is None:
             return record
         own = asdict(record.machine_times(self.names[self.rank]))

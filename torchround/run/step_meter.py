@@ -10,8 +10,8 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from torchround.engine.device import Device
 from torchround.engine.passes import StepResult
@@ -73,16 +73,9 @@ class StepMeter:
         """Start the first interval. Called once, before the first batch."""
         self._start_s = self._last_s = self._clock()
 
-    def excluded(self) -> AbstractContextManager[None]:
-        """Leave the time of the block out: validations, checkpoints, a new engine."""
-        return self._timed("excluded")
-
-    def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Count the time of the block as a wait for the loader too: `data_s`."""
-        return self._timed("data")
-
     @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
+    def timed(self, what: Literal["excluded", "data"]) -> Iterator[None]:
+        """Leave the time of the block out (validations, checkpoints, a new engine), or count it as a wait for data too."""
         start_s = self._clock()
         try:
             yield

@@ -14,6 +14,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import ValidationTable
 from torchround.data import DataError, cut
 from torchround.data.step_batches import raise_agreed
+from torchround.data.text.chat import Prompt
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult, mean_loss
@@ -67,14 +68,6 @@ class ValidationProgress:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A text to continue: as it is shown, and as token ids."""
-
-    text: str
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
 class RunValidation:
     """The validations of one run: `batches` are the same each time they are iterated over.
 
@@ -105,9 +98,20 @@ class RunValidation:
 
         Several machines call this alike, and get the same. Raises the same `DataError` on all of them.
         """
-        own, error, machines = [], None, self.machines
+        own: list[
+            list[Any]
+        ] = []  # by batch its labels, and number and loss sum of each micro-batch of this machine's share
+        error, machines = None, self.machines
         try:
-            own = self._own_losses(engine)
+            under_way: list[tuple[StepShare, StepResult | None, int]] = []
+            for batch in self.batches:
+                parts = cut(batch, self.micro_batch_size)
+                share = step_share(len(parts), 1, machines.rank, machines.size)
+                mine = [parts[number] for number in share.micro_batches]
+                under_way.append((share, engine.evaluate(mine) if mine else None, batch.num_labels()))
+            for share, result, labels in under_way:
+                sums = [] if result is None else result.loss_sums()
+                own.append([labels, [*zip(share.micro_batches, sums, strict=True)]])
         except DataError as caught:
             if machines.size == 1:
                 raise
@@ -115,29 +119,16 @@ class RunValidation:
         found = machines.agree("validation", [error, own], "the validation")
         raise_agreed([text for text, _ in found], machines.names)
         total, num_labels = 0.0, 0
-        for batch in zip(*(losses for _, losses in found), strict=True):
-            labels = batch[0][0]
-            sums = sorted((pair for _, pairs in batch for pair in pairs), key=lambda pair: pair[0])
+        for alike in zip(*(losses for _, losses in found), strict=True):
+            labels = alike[0][0]
+            pairs = sorted((pair for _, each in alike for pair in each), key=lambda pair: pair[0])
             # From the mean: the same on any number of machines.
-            total += mean_loss([loss for _, loss in sums], labels) * labels
+            total += mean_loss([loss for _, loss in pairs], labels) * labels
             num_labels += labels
         if num_labels:
             return total / num_labels
         logger.warning("validation: no token of its batches is learnt, so there is no loss to log")
         return None
-
-    def _own_losses(self, engine: Engine) -> list[list[Any]]:
-        """Evaluate this machine's share. Returns by batch its labels, and number and loss sum of each own micro-batch."""
-        found: list[tuple[StepShare, StepResult | None, int]] = []
-        for batch in self.batches:
-            parts = cut(batch, self.micro_batch_size)
-            share = step_share(len(parts), 1, self.machines.rank, self.machines.size)
-            own = [parts[number] for number in share.micro_batches]
-            found.append((share, engine.evaluate(own) if own else None, batch.num_labels()))
-        return [
-            [labels, [*zip(share.micro_batches, [] if result is None else result.loss_sums(), strict=True)]]
-            for share, result, labels in found
-        ]
 
     def samples(self, engine: Engine) -> tuple[PromptSample, ...]:
         """Return the continuations with the engine's device weights. All machines call this, and the first one works.

@@ -5,12 +5,13 @@ like a special token stays text, so no message can fake a turn.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from torchround.config import ConfigError
 from torchround.data.document_types import Conversation, DataError, TextSpan, TokenizerError
-from torchround.data.text.tokenizer import Tokenizer, splits_at
+from torchround.data.text.tokenizer import Tokenizer, encode_spans, splits_at
 from torchround.data.text.turns import TurnSection, TurnTemplate
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -214,3 +215,30 @@ def learnt_messages(messages: Sequence[Message]) -> list[bool]:
         if message["role"] == "assistant":
             learnt.append(0 not in flags)
     return learnt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue: as it is shown, and as token ids."""
+
+    text: str
+    tokens: list[int]
+
+
+def prompts_of(
+    texts: Sequence[str], tokenizer: Tokenizer, with_chat: bool, key: str = "--prompt"
+) -> list[Prompt]:
+    """Encode prompts, with `with_chat` as user's messages. Raises `ConfigError` or `DataError`, which name `key`."""
+    if not all(texts):
+        raise ConfigError([f"{key}: an empty prompt; legal: some text"])
+    if not with_chat or not texts:
+        return [Prompt(text, tokenizer.prompt_ids(text)) for text in texts]
+    template, prompts = ChatTemplate(tokenizer), []
+    for text in texts:
+        try:
+            spans = template.prompt(Conversation(({"role": "user", "content": text},)))
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+        ids = [int(token) for part in encode_spans(tokenizer, spans) for token in part]
+        prompts.append(Prompt(text, ids))
+    return prompts
