@@ -93,7 +93,6 @@ class LayerCost:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes that the layer keeps on the host for one micro-batch."""
         return sum(part.nbytes for part in self.keepable if part.name in self.kept)
 
     @property

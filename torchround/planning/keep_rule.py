@@ -124,7 +124,6 @@ def _alike(items: list[KeptItem]) -> list[list[KeptItem]]:
 
 
 def kept_names(costs: Costs, items: Sequence[KeptItem]) -> KeptNames:
-    """Return the names by layer, in the order of each layer's parts."""
     chosen = {(item.layer, name) for item in items for name in item.names}
     return tuple(
         tuple(part.name for part in layer.keepable if (index, part.name) in chosen)

@@ -79,7 +79,6 @@ class PlanningProblem:
         return PlanningProblem(**{**self._question, **changes})
 
     def costs_of(self, kept: int) -> Costs:
-        """Return the costs with what the first `kept` items keep."""
         return self._known(kept)[0]
 
     def sums_of(self, kept: int) -> LayerSums:
@@ -175,7 +174,6 @@ class PlanningProblem:
         return device_memory(partition, self.costs_of(kept), *run).total_bytes
 
     def boundary_bytes(self, candidate: Candidate) -> int:
-        """Return what a plan's boundaries and kept activations take of the pool."""
         if candidate not in self._host:
             kept = self.costs_of(candidate.kept).kept
             stale = self.stale_layers or 0
