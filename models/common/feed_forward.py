@@ -48,18 +48,15 @@ class GatedMLP(nn.Module):
 
     def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count three products. The backward needs gate, up and their product; the scratch is their gradients."""
-        row_bytes = self.gate.in_features * element_bytes
-        return work_in_chunks(lambda tokens: self._work_at_once(tokens, element_bytes), num_tokens, row_bytes)
+        row_bytes, width = self.gate.in_features * element_bytes, self.gate.out_features
 
-    def _work_at_once(self, num_tokens: int, element_bytes: int) -> LayerWork:
-        inner_bytes = 3 * num_tokens * self.gate.out_features * element_bytes
-        products = (
-            kept_linears(
-                "gate_up", (self.gate, self.up), num_tokens, element_bytes, 2 * self.gate.out_features
-            ),
-            kept_linears("down", (self.down,), num_tokens, element_bytes),
-        )
-        return sum(products, start=LayerWork(activation_bytes=inner_bytes, workspace_bytes=inner_bytes))
+        def at_once(tokens: int) -> LayerWork:
+            inner_bytes = 3 * tokens * width * element_bytes
+            inward = kept_linears("gate_up", (self.gate, self.up), tokens, element_bytes, 2 * width)
+            down = kept_linears("down", (self.down,), tokens, element_bytes)
+            return LayerWork(activation_bytes=inner_bytes, workspace_bytes=inner_bytes) + inward + down
+
+        return work_in_chunks(at_once, num_tokens, row_bytes)
 
 
 @dataclass(frozen=True)

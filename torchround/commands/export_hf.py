@@ -220,7 +220,11 @@ def hf_tensors(
             )
     others = {} if base is None else base.carried
     carried = [ExportedTensor(name, tensor, tensor.known_dtype) for name, tensor in others.items()]
-    return chain(peft.merge_adapters(unstacked(names), placed), carried)
+    merged = (
+        peft.MergedTensor(one.name, one.source, one.dtype, placed[one.name]) if one.name in placed else one
+        for one in unstacked(names)
+    )
+    return chain(merged, carried)
 
 
 def copy_others(folder: Path, base: Path) -> list[str]:
