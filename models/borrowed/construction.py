@@ -479,11 +479,8 @@ def _num_entries(block: nn.Module, index: int, hidden: Tensor, call: BlockCall) 
         block.eval()
     _check(not meter.drawn, f"block {index} {DRAWS}")
     first = result[0] if isinstance(result, tuple) else result
-    fits = isinstance(first, Tensor) and first.shape == hidden.shape
-    _check(
-        fits,
-        f"block {index} returns no hidden state of the shape of its input, but a {type(result).__name__}",
-    )
+    reason = f"block {index} returns no hidden state of the shape of its input, but a {type(result).__name__}"
+    _check(isinstance(first, Tensor) and first.shape == hidden.shape, reason)
     return len(result) if isinstance(result, tuple) else 0
 
 
