@@ -249,19 +249,7 @@ _ROPE = Rope(150000.0, YarnScaling(factor=32.0, original_positions=4096, truncat
 
 
 def _sized(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, moe: MoEShape) -> GptOssConfig:
-    return GptOssConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=64,
-        ffn_size=ffn,
-        vocab_size=201088,
-        rope=_ROPE,
-        max_positions=131072,
-        moe=moe,
-        window=128,
-    )
+    return GptOssConfig(layers, hidden, heads, kv_heads, 64, ffn, 201088, _ROPE, 131072, moe=moe, window=128)
 
 
 # Vocabulary of 260: 256 bytes and 4 special tokens; the tokenizer's own size replaces it. 1.3 M parameters.

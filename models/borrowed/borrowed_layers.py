@@ -128,7 +128,7 @@ class BorrowedBlock(BorrowedLayer):
     def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any, index: int) -> None:
         super().__init__(anatomy.body.get_submodule(f"{anatomy.blocks}.{index}"), shell, initialiser)
         self.width, self.index = shell.width, index
-        self.entries, self.alone = anatomy.entries, anatomy.alone[index]
+        self.alone = anatomy.alone[index]
         self.never_compiled = self.alone or not (anatomy.places and anatomy.places[index])
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -145,7 +145,7 @@ class BorrowedBlock(BorrowedLayer):
         """Make what the engine compiles in the block's place: its core, called with tensors alone."""
         assert self.width is not None, "only the first layer has none"
         calls = self.shell.calls(torch.ones((1, 2, self.width)), torch.arange(2)[None])
-        made = core_of_tensors(self.core, calls[self.index], self.entries)
+        made = core_of_tensors(self.core, calls[self.index])
         made._forward_pre_hooks = self._forward_pre_hooks  # they hand out seeds
         return made
 
@@ -154,9 +154,12 @@ class BorrowedBlock(BorrowedLayer):
 
     def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
         call = call.with_documents(documents)
-        found = self.core(hidden, *call.args, **call.kwargs)
-        result: Tensor = found[0] if self.entries else found
-        return result
+        return _hidden_state(self.core(hidden, *call.args, **call.kwargs))
+
+
+def _hidden_state(found: Any) -> Tensor:
+    result: Tensor = found[0] if isinstance(found, tuple) else found
+    return result
 
 
 TENSOR = "a tensor"
@@ -173,7 +176,6 @@ class CoreOfTensors(nn.Module):
     differentiable = 1
     leaves: tuple[Any, ...]
     structure: Any
-    entries: int
 
     def forward(self, inputs: tuple[Tensor, ...], micro_batch: MicroBatch) -> Tensor:
         hidden, *others = inputs
@@ -181,12 +183,10 @@ class CoreOfTensors(nn.Module):
         leaves = [next(tensors) if leaf == TENSOR else leaf for leaf in self.leaves]
         call = BlockCall(*torch.utils._pytree.tree_unflatten(leaves, self.structure))
         call = call.with_documents(documents_of(micro_batch))
-        found: Any = super().forward(hidden, *call.args, **call.kwargs)
-        result: Tensor = found[0] if self.entries else found
-        return result
+        return _hidden_state(super().forward(hidden, *call.args, **call.kwargs))
 
 
-def core_of_tensors(core: nn.Module, call: BlockCall, entries: int) -> Any:
+def core_of_tensors(core: nn.Module, call: BlockCall) -> Any:
     """Make a twin of `core` that is called as in `CoreOfTensors`, and otherwise as in `call`."""
     twin = with_modules(core, {})
     twin._modules.pop("shell", None)  # a child of the layer, which shares its children with the core
@@ -194,7 +194,6 @@ def core_of_tensors(core: nn.Module, call: BlockCall, entries: int) -> Any:
     twin.__class__ = _class_of(kind)
     leaves, twin.structure = torch.utils._pytree.tree_flatten((call.args, call.kwargs))
     twin.leaves = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    twin.entries = entries
     if hasattr(twin, "layer_idx"):
         twin.layer_idx = UNREAD
     return twin

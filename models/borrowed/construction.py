@@ -267,12 +267,15 @@ def _settle_buffers(model: Any) -> list[str]:
             module.register_parameter(name, nn.Parameter(on_meta.pop(name), requires_grad=False))
         if not on_meta:
             continue
-        # From memory of two contents it makes the same.
-        found = [_made_by(model, module, on_meta, fill) for fill in (0, 1)]
-        for name in on_meta:
-            module._buffers[name] = found[0][name]
-            if not torch.equal(found[0][name], found[1][name]):
-                lost.append(f"{path}.{name}")
+        found = []
+        for fill in (0, 1):  # from memory of two contents it makes the same
+            for name, buffer in on_meta.items():
+                module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
+            with torch.no_grad():
+                model._init_weights(module)
+            found.append({name: module.get_buffer(name).clone() for name in on_meta})
+        module._buffers.update(found[0])
+        lost += [f"{path}.{name}" for name in on_meta if not torch.equal(found[0][name], found[1][name])]
     return lost
 
 
@@ -489,11 +492,8 @@ def _num_entries(block: nn.Module, index: int, hidden: Tensor, call: BlockCall) 
         block.eval()
     _check(not meter.drawn, f"block {index} {DRAWS}")
     first = result[0] if isinstance(result, tuple) else result
-    fits = isinstance(first, Tensor) and first.shape == hidden.shape
-    _check(
-        fits,
-        f"block {index} returns no hidden state of the shape of its input, but a {type(result).__name__}",
-    )
+    reason = f"block {index} returns no hidden state of the shape of its input, but a {type(result).__name__}"
+    _check(isinstance(first, Tensor) and first.shape == hidden.shape, reason)
     return len(result) if isinstance(result, tuple) else 0
 
 

@@ -214,24 +214,18 @@ def _warn_once(model_type: str, part: str, reason: str) -> None:
         "attention": "masks take B T^2 bytes, and none of its results are kept",
         "experts": "their gradients pass through memory more often",
     }
-    logger.warning(
-        "%s of model_type %r runs by the code of transformers (%s): %s",
-        part,
-        model_type,
-        reason[:300],
-        costs[part],
-    )
+    text = "%s of model_type %r runs by the code of transformers (%s): %s"
+    logger.warning(text, part, model_type, reason[:300], costs[part])
 
 
 def _take_experts(config: Any, blocks: Sequence[nn.Module]) -> None:
-    seen = set()
-    for experts in (
-        module for block in blocks for module in block.modules() if hasattr(module, "_is_expert_parallel")
-    ):
-        if kind_of(experts) not in seen:
-            seen.add(kind_of(experts))
-            _compare_experts(experts)
-    if seen:
+    every = [one for block in blocks for one in block.modules() if hasattr(one, "_is_expert_parallel")]
+    kinds: dict[Any, nn.Module] = {}
+    for one in every:
+        kinds.setdefault(kind_of(one), one)
+    for experts in kinds.values():
+        _compare_experts(experts)
+    if every:
         config._experts_implementation = NAME
 
 

@@ -99,24 +99,36 @@ class Attention(nn.Module):
         The half above the diagonal, which is never used, is counted, as is customary for MFU (PaLM appendix B); so
         are pairs outside a window.
         """
-        num_tokens, flops = batch * tokens, 4.0 * batch * tokens * tokens * self.num_heads * self.head_dim
+        heads, kv_heads, channels = self.num_heads, self.num_kv_heads, self.head_dim
+        num_tokens, flops = batch * tokens, 4.0 * batch * tokens * tokens * heads * channels
         dtype = torch.float32 if element_bytes == 4 else torch.bfloat16
         # Any batch may be a packed one.
-        kernel = choose_kernel(device, dtype, self.head_dim, tokens, 2, self.window)
-        masked = kernel is AttentionKernel.MASK
+        kernel = choose_kernel(device, dtype, channels, tokens, 2, self.window)
+        mask_tokens = tokens if kernel is AttentionKernel.MASK else 0
+        # Query, key, value and mixed heads, and in fp32 the RoPE tables and the log-sum-exp. Appendix B.1 leaves the mask out.
+        elements = (2 * heads + 2 * kv_heads) * channels + mask_tokens
+        token_bytes = elements * element_bytes + 4 * (channels + heads)
+        # The backward needs the values, and the norms' inputs; it needs queries and keys as they are after rotation.
+        saved_heads = kv_heads
+        if self.query_norm is not None:  # the norms' inputs, and an fp32 scale per head
+            token_bytes += (heads + kv_heads) * (channels * element_bytes + 4)
+            saved_heads += heads + kv_heads
+        # The larger of two moments: rotating in fp32 while the mask is made, or all heads' gradients. The residual stream's
+        # gradient takes the place of what the feed-forward's norm kept.
+        rotating = 3 * num_tokens * mask_tokens
+        rotating += 4 * 4 * elements_at_once(num_tokens * heads * channels, device, num_tokens)
+        gradients = num_tokens * (3 * heads + 2 * kv_heads) * channels * element_bytes
+        if kernel is AttentionKernel.OFFSETS:
+            gradients += backward_scratch_bytes(batch, tokens, heads, kv_heads, channels)
         mixing = LayerWork(
             (Products(flops),),
-            num_tokens * self._kept_bytes_per_token(tokens if masked else 0, element_bytes),
-            workspace_bytes=self._workspace_bytes(batch, tokens, element_bytes, kernel, device),
+            num_tokens * token_bytes,
+            workspace_bytes=max(rotating, gradients),
             keepable=(self._kept_attention(batch, tokens, element_bytes, device, flops),),
         )
-        # The backward needs the values, and the norms' inputs; it needs queries and keys as they are after rotation.
-        saved_heads = self.num_kv_heads
-        if self.query_norm is not None:
-            saved_heads += self.num_heads + self.num_kv_heads
         inward = (self.query, self.key, self.value)
         parts = (
-            kept_linears("qkv", inward, num_tokens, element_bytes, saved_heads * self.head_dim),
+            kept_linears("qkv", inward, num_tokens, element_bytes, saved_heads * channels),
             mixing,
             kept_linears("output", (self.output,), num_tokens, element_bytes),
         )
@@ -138,33 +150,6 @@ class Attention(nn.Module):
             flops,
             saved * (self.head_dim * element_bytes + 4),
         )
-
-    def _kept_bytes_per_token(self, mask_tokens: int, element_bytes: int) -> int:
-        """Count query, key, value and mixed heads, and in fp32 the RoPE tables and the log-sum-exp.
-
-        A mask for packed documents adds `mask_tokens` elements per token, which appendix B.1 leaves out.
-        """
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        kept = (heads * self.head_dim + mask_tokens) * element_bytes + 4 * (self.head_dim + self.num_heads)
-        if self.query_norm is not None:  # the norms' inputs, and an fp32 scale per head
-            kept += (self.num_heads + self.num_kv_heads) * (self.head_dim * element_bytes + 4)
-        return kept
-
-    def _workspace_bytes(
-        self, batch: int, tokens: int, element_bytes: int, kernel: "AttentionKernel", device: str
-    ) -> int:
-        """Count the larger of two moments: rotating in fp32 while the mask is made, or all heads' gradients.
-
-        The residual stream's gradient takes the place of what the feed-forward's norm kept.
-        """
-        num_tokens = batch * tokens
-        making_mask = num_tokens * tokens * 3 if kernel is AttentionKernel.MASK else 0
-        rotating = 4 * 4 * elements_at_once(num_tokens * self.num_heads * self.head_dim, device, num_tokens)
-        gradients = num_tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
-        if kernel is AttentionKernel.OFFSETS:
-            shape = self.num_heads, self.num_kv_heads, self.head_dim
-            gradients += backward_scratch_bytes(batch, tokens, *shape)
-        return max(making_mask + rotating, gradients)
 
 
 class AttentionKernel(Enum):

@@ -131,34 +131,27 @@ class ExpertStack(Adaptable, ABC):
             inputs = self.matrix(getattr(self, name)).shape[1]
             row_elements += lora.rank + (inputs + 1 if lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
-        before_down = tuple(name for name in self.adaptable if name != "down")
-        parts = (
-            self._kept("gate_up", before_down, num_rows, element_bytes, saves_results=True),
-            # The backward does not need the outputs of the projection down.
-            self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
-        )
+        inward = [name for name in self.adaptable if name != "down"]
+        parts = []
+        # The backward does not need the outputs of the projection down.
+        for part, names, saves_results in (("gate_up", inward, True), ("down", ["down"], False)):
+            widths, ranks, row_flops = [], [], 0.0
+            for name in names:
+                matrix = self.matrix(getattr(self, name))
+                widths.append(matrix.shape[2])
+                row_flops += 2.0 * matrix[0].numel()
+                if name in self.adapted:
+                    ranks.append(self.adapted[name].rank)
+                    row_flops += 2.0 * ranks[-1] * (matrix.shape[1] + matrix.shape[2])
+            sizes = [num_rows * width * element_bytes for width in (*ranks, *widths)]
+            saved_bytes = num_rows * (sum(ranks) + (sum(widths) if saves_results else 0)) * element_bytes
+            parts.append(KeptWork.of(part, sizes, num_rows * row_flops, saved_bytes, "grouped"))
         products = Products(sum(part.flops for part in parts), num_rows * frozen_row_flops, "grouped")
-        return LayerWork((products,), kept_bytes, 0, kept_bytes, parts)
+        return LayerWork((products,), kept_bytes, 0, kept_bytes, tuple(parts))
 
     def activation_scratch_bytes(self, num_rows: int, element_bytes: int, device: str) -> int:
         """Count what the activation's backward needs besides gate, up, their product and the gradients of these."""
         return 0
-
-    def _kept(
-        self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool
-    ) -> KeptWork:
-        widths, ranks, row_flops = [], [], 0.0
-        for name in names:
-            matrix = self.matrix(getattr(self, name))
-            widths.append(matrix.shape[2])
-            row_flops += 2.0 * matrix[0].numel()
-            if name in self.adapted:
-                ranks.append(self.adapted[name].rank)
-                row_flops += 2.0 * ranks[-1] * (matrix.shape[1] + matrix.shape[2])
-        sizes = [num_rows * width * element_bytes for width in (*ranks, *widths)]
-        saved = sum(ranks) + (sum(widths) if saves_results else 0)
-        saved_bytes = num_rows * saved * element_bytes
-        return KeptWork.of(part, sizes, num_rows * row_flops, saved_bytes, "grouped")
 
 
 class GatedExperts(ExpertStack):

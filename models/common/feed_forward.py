@@ -48,18 +48,15 @@ class GatedMLP(nn.Module):
 
     def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count three products. The backward needs gate, up and their product; the scratch is their gradients."""
-        row_bytes = self.gate.in_features * element_bytes
-        return work_in_chunks(lambda tokens: self._work_at_once(tokens, element_bytes), num_tokens, row_bytes)
+        row_bytes, width = self.gate.in_features * element_bytes, self.gate.out_features
 
-    def _work_at_once(self, num_tokens: int, element_bytes: int) -> LayerWork:
-        inner_bytes = 3 * num_tokens * self.gate.out_features * element_bytes
-        products = (
-            kept_linears(
-                "gate_up", (self.gate, self.up), num_tokens, element_bytes, 2 * self.gate.out_features
-            ),
-            kept_linears("down", (self.down,), num_tokens, element_bytes),
-        )
-        return sum(products, start=LayerWork(activation_bytes=inner_bytes, workspace_bytes=inner_bytes))
+        def at_once(tokens: int) -> LayerWork:
+            inner_bytes = 3 * tokens * width * element_bytes
+            inward = kept_linears("gate_up", (self.gate, self.up), tokens, element_bytes, 2 * width)
+            down = kept_linears("down", (self.down,), tokens, element_bytes)
+            return LayerWork(activation_bytes=inner_bytes, workspace_bytes=inner_bytes) + inward + down
+
+        return work_in_chunks(at_once, num_tokens, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,23 +141,23 @@ class MoE(nn.Module):
         beside the scratch of the experts.
         """
         row_bytes = self.router.in_features * element_bytes
-        mixing = work_in_chunks(
-            lambda tokens: self._mixing(tokens, row_bytes, element_bytes, device), num_tokens, row_bytes
-        )
+
+        def at_once(tokens: int) -> LayerWork:
+            num_rows = tokens * self.shape.num_chosen
+            experts = self.experts.work(num_rows, element_bytes, device)
+            activation_bytes = self.experts.activation_scratch_bytes(num_rows, element_bytes, device)
+            return replace(
+                experts,
+                activation_bytes=experts.activation_bytes + num_rows * (row_bytes + ROW_SCALARS_BYTES),
+                workspace_bytes=max(4 * num_rows * row_bytes, activation_bytes) + experts.workspace_bytes,
+            )
+
         # The choice in int64; probability, sums and weight in fp32.
         routing_bytes = num_tokens * (4 * self.shape.num_experts + self.shape.num_chosen * (8 + 3 * 4))
-        work = linear_work(self.router, num_tokens, element_bytes) + mixing
-        return replace(work, activation_bytes=work.activation_bytes + routing_bytes)
-
-    def _mixing(self, num_tokens: int, row_bytes: int, element_bytes: int, device: str) -> LayerWork:
-        num_rows = num_tokens * self.shape.num_chosen
-        experts = self.experts.work(num_rows, element_bytes, device)
-        activation_bytes = self.experts.activation_scratch_bytes(num_rows, element_bytes, device)
-        return replace(
-            experts,
-            activation_bytes=experts.activation_bytes + num_rows * (row_bytes + ROW_SCALARS_BYTES),
-            workspace_bytes=max(4 * num_rows * row_bytes, activation_bytes) + experts.workspace_bytes,
+        work = linear_work(self.router, num_tokens, element_bytes) + work_in_chunks(
+            at_once, num_tokens, row_bytes
         )
+        return replace(work, activation_bytes=work.activation_bytes + routing_bytes)
 
 
 def expert_load(probabilities: Tensor, chosen: Tensor) -> Tensor:

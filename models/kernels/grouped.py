@@ -157,11 +157,10 @@ def _gradient_shape(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) -
     return torch.empty_like(weights)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-@partial(_opaque_product.register_autograd, setup_context=_save_inputs)
+@partial(
+    _opaque_product.register_autograd,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weights, ends = ctx.saved_tensors
     grad, (wants_rows, wants_weights, _) = grad.contiguous(), ctx.needs_input_grad

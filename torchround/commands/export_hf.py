@@ -250,7 +250,11 @@ def hf_tensors(
             )
     others = {} if base is None else base.carried
     carried = [ExportedTensor(name, tensor, tensor.known_dtype) for name, tensor in others.items()]
-    return chain(peft.merge_adapters(unstacked(names), placed), carried)
+    merged = (
+        peft.MergedTensor(one.name, one.source, one.dtype, placed[one.name]) if one.name in placed else one
+        for one in unstacked(names)
+    )
+    return chain(merged, carried)
 
 
 def set_quantisation(content: dict[str, Any], unpacked: Sequence[str] | None) -> None:

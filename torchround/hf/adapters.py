@@ -8,7 +8,7 @@ Shapes: E experts, A inputs, Z outputs, r rank.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -98,17 +98,6 @@ class MagnitudeTensor(ExportedTensor):
 
     def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
         yield _read_whole(files, self.source) + _row_norms(files, self.weight, self.weight.known_dtype)
-
-
-def merge_adapters(
-    tensors: Iterable[ExportedTensor], adapters: Mapping[str, StoredAdapter]
-) -> Iterator[ExportedTensor]:
-    """Yield the tensors; each that `adapters` names gets its adapter added."""
-    for tensor in tensors:
-        if tensor.name in adapters:
-            yield MergedTensor(tensor.name, tensor.source, tensor.dtype, adapters[tensor.name])
-        else:
-            yield tensor
 
 
 def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:

@@ -6,10 +6,9 @@ Memory holds one piece at a time, so a model of any size is exported with a few 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -138,7 +137,11 @@ def write_tensors(
         for number, shard in enumerate(shards, start=1):
             name = single_file if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             with open(folder / name, "xb") as out:
-                _write(out, shard, files)
+                # Wide elements first: each tensor is then aligned to its element, as in files of the safetensors library.
+                shard.sort(key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+                out.write(encode_header({one.name: (one.dtype, tuple(one.source.shape)) for one in shard}))
+                for tensor in shard:
+                    out.writelines(memory_of(piece) for piece in tensor.pieces(files))
             where |= dict.fromkeys((tensor.name for tensor in shard), name)
     if len(shards) > 1:
         total_bytes = sum(tensor.nbytes for shard in shards for tensor in shard)
@@ -157,12 +160,3 @@ def _shards(tensors: Iterable[ExportedTensor], shard_bytes: int) -> list[list[Ex
         shards[-1].append(tensor)
         filled_bytes += tensor.nbytes
     return shards
-
-
-def _write(out: BinaryIO, tensors: Sequence[ExportedTensor], files: TensorFiles) -> None:
-    # Wide elements first: each tensor is then aligned to its element, as in files of the safetensors library.
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    layout = {tensor.name: (tensor.dtype, tuple(tensor.source.shape)) for tensor in ordered}
-    out.write(encode_header(layout))
-    for tensor in ordered:
-        out.writelines(memory_of(piece) for piece in tensor.pieces(files))
