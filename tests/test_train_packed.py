@@ -207,3 +207,31 @@ def test_experts_in_mxfp4_stay_so_with_the_bits_of_a_run_that_unpacks_them(folde
     assert_trained_alike(folder, "kept", "plain")
     assert losses(folder, "mxfp4") != losses(folder, "plain")  # attention is packed too
     assert plan_run.main(["--config", "small.toml", "--device=rtx4090", "--lora.base=auto"]) == 0
+
+
+# By what a scale is for: the ending of its name, its rows and columns, and the table of the config.
+COMPRESSED = {"format": "float-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}}
+COMPRESSED["config_groups"]["group_0"]["weights"] |= {"symmetric": True, "strategy": "channel"}
+SCALES = {
+    "blocks": ("_scale_inv", (128, 128), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "rows": ("_scale", (1, None), {"quant_method": "compressed-tensors", **COMPRESSED}),
+    "tensors": ("_scale_inv", (None, None), {"quant_method": "fp8", "weight_block_size": None}),
+}
+
+
+@pytest.mark.parametrize("of", SCALES)
+def test_an_fp8_release_stays_so_byte_by_byte_with_the_bits_of_a_run_in_bf16(of, folder):
+    ending, block, table = SCALES[of]
+    tensors, codes = load_file(folder / "release" / WEIGHTS), {}
+    for name in [name for name, tensor in tensors.items() if is_packed(name, tensor)]:
+        rows, columns = tensors[name].shape
+        scales = torch.rand(rows // (block[0] or rows), columns // (block[1] or columns)) / 2000 + 1e-4
+        tensors[name + ending] = scales.view(()) if of == "tensors" else scales
+        tensors[name] = codes[name] = (torch.randn(rows, columns) * 100).to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "release" / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((folder / "release" / "config.json").read_text())
+    (folder / "release" / "config.json").write_text(json.dumps(config | {"quantization_config": table}))
+    assert run("plain") == run("kept", "--lora.base=auto", "--lora.base_cache=cache") == 0
+    assert_trained_alike(folder, "kept", "plain")
+    written = b"".join(path.read_bytes() for path in (folder / "cache").rglob("*.safetensors"))
+    assert len(codes) == 14 and all(bytes(c.view(torch.uint8).flatten().tolist()) in written for c in codes.values())

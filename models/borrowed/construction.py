@@ -272,20 +272,12 @@ def _settle_buffers(model: Any) -> list[str]:
             for name, buffer in on_meta.items():
                 module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
             with torch.no_grad():
-                model._init_weights(module)
+                for one in (module, *model.children()):  # a body may fill what its blocks hold
+                    model._init_weights(one)
             found.append({name: module.get_buffer(name).clone() for name in on_meta})
         module._buffers.update(found[0])
         lost += [f"{path}.{name}" for name in on_meta if not torch.equal(found[0][name], found[1][name])]
     return lost
-
-
-def _made_by(model: Any, module: nn.Module, buffers: Mapping[str, Tensor], fill: int) -> dict[str, Tensor]:
-    for name, buffer in buffers.items():
-        module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device="cpu")
-    with torch.no_grad():
-        for one in (module, *model.children()):  # a body may fill what its blocks hold
-            model._init_weights(one)
-    return {name: module.get_buffer(name).clone() for name in buffers}
 
 
 def longest_sequence(config: Any, body: nn.Module) -> tuple[int, str] | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.device_toy import device_engine
+from tests.support.small_decoders import decoder
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.accelerators import kind_of
 from torchround.config import AdamWTable, EngineTable, TrainingTable
@@ -13,8 +14,9 @@ from torchround.config.tables import PlanTable
 from torchround.engine.store import host_memory
 from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import MicroBatch
-from torchround.models import FAMILIES
+from torchround.models import pack_base
 from torchround.models.common import chunks
+from torchround.packed_formats import FORMATS
 from torchround.planning.plan_report import plan_for
 from torchround.planning.update_modes import ASYNC, SYNC
 from torchround.run.engine_parts import build_engine, build_store
@@ -125,15 +127,18 @@ def test_nothing_is_allocated_after_the_second_step(kind, workers, mode):
         assert allocated() == before
 
 
-@pytest.mark.parametrize(("recompute", "workers", "chunk"), [("stage", 2, 8192), ("layer", 1, 8192), ("stage", 1, 64)])
-def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, chunk, record_property, monkeypatch):
+@pytest.mark.parametrize(
+    ("recompute", "workers", "chunk", "packed"),
+    [("stage", 2, 8192, None), ("layer", 1, 8192, None), ("stage", 1, 64, None), ("stage", 2, 8192, "nf4")],
+)
+def test_a_device_uses_as_much_memory_as_was_planned(
+    kind, workers, recompute, chunk, packed, record_property, monkeypatch
+):
     monkeypatch.setattr(chunks, "CHUNK_TOKENS", chunk)
     seq_len, dtype, shape = SIZES[kind]
-    model = FAMILIES["qwen3"].build(
-        FAMILIES["qwen3"].config_from_flavor(
-            "debug", vocab_size=32 * seq_len, ffn_size=4 * shape["hidden_size"], **shape
-        )
-    )
+    sizes = {"vocab_size": 32 * seq_len, "ffn_size": 4 * shape["hidden_size"], **shape}
+    model = decoder("qwen3", "debug", ("q_proj",) if packed else (), **sizes)
+    model = model if packed is None else pack_base(model, FORMATS[packed])
     training = TrainingTable(seq_len=seq_len, global_batch_size=16, micro_batch_size=4, dtype=dtype)
     table = EngineTable(
         devices=kind, num_devices=workers, recompute=recompute, plan=PlanTable(forward=(4, 4), fused=4, backward=(4, 4))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.test_packed_weights import ROWS as PACKED_ROWS
 from tests.support.device_toy import device_engine, workers_of
 from tests.support.engine_rows import BUGS, ROWS, assert_same
 from tests.support.reference import Reference
@@ -24,7 +25,7 @@ MODELS = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt
 # Stacks of experts are orthogonalised in one batched product there, which adds in another order than the reference.
 ROWS_HERE = [
     pytest.param(row, id=name)
-    for name, row in (ROWS | BUGS).items()
+    for name, row in (ROWS | BUGS | PACKED_ROWS).items()
     if row.compiled == "no" and row.machines == 1 and not (row.experts and row.optimizer.startswith("muon"))
 ]
 

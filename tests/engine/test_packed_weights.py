@@ -36,9 +36,9 @@ def write_base(store):
             store.write_weights(values)
 
 
-def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), **changes):
+def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), targets=("q_proj", "up_proj"), **changes):
     row = Row(*arguments, dtype="bf16", adapters=True, before=write_base, **changes)
-    return replace(row, build=lambda: packed_model(name, family, **dict(sizes)))
+    return replace(row, build=lambda: packed_model(name, family, targets, **dict(sizes)))
 
 
 ROWS = {
@@ -77,3 +77,33 @@ def test_compiled_layers_have_the_bits_of_compiled_layers_on_unpacked_weights(mo
     expected.state = {name: value for name, value in expected.state.items() if name in found.state}
     expected.device_weights = found.device_weights = []
     assert_same(found, expected)
+
+
+# By format: a family, its sizes and the share of the 16-bit base that is left of it.
+SHARES = {
+    "nf4": (("llama3", "debug"), {}, 0.29),
+    "mxfp4": (("gpt_oss", "debug"), {"moe": MoEShape(4, 2, 128)}, 0.28),
+    "fp8": (("llama3", "debug"), {}, 0.52),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_host_memory_and_uploads_shrink_by_what_packing_saves(name):
+    family, sizes, share = SHARES[name]
+    uploaded, packed_row = {}, row_of(name, 1, 1, "each", family=family, sizes=sizes, targets=("q_proj",))
+    for row in (packed_row, replace(packed_row, build=lambda: replace(packed_row.build(), packed={}))):
+        model = row.model()
+        store = row.store(model)
+        store.initialize(model, seed=0)
+        row.before(store)
+        with row.engine(model, store, row.table) as engine:
+            row.train(engine)
+            [device] = engine.devices
+        uploaded[bool(model.packed)] = device.uploaded_bytes
+        if model.packed:
+            bundles = [bundle for bundle in store.bundles if bundle.packed is not None]
+    plain_bytes = sum(bundle.unpacked_numel for bundle in bundles) * 2
+    packed_bytes = sum(weights.nbytes for bundle in bundles for weights in bundle.device_weights)
+    assert packed_bytes <= share * plain_bytes
+    # Once for each forward and backward stage of four steps, and for the validation.
+    assert uploaded[False] - uploaded[True] == (2 * len(packed_row.batches) + 1) * (plain_bytes - packed_bytes)

@@ -10,7 +10,8 @@ import torchround.run.hardware
 from torchround.config import AdamWTable, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
-from torchround.models import FAMILIES, LoraShape, add_adapters
+from torchround.models import FAMILIES, LoraShape, add_adapters, pack_base
+from torchround.packed_formats import FORMATS
 from torchround.planning.host_buffers import whole_pages
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.plan_report import longest_tokens, plan_for
@@ -22,7 +23,7 @@ from torchround.run.numbers import RunNumbers, run_question
 CPU = Hardware("cpu", 1, 2**30)
 
 
-def model(tied=False, frozen=False, adapters=False):
+def model(tied=False, frozen=False, adapters=False, packed=None):
     llama3 = FAMILIES["llama3"]
     config = llama3.config_from_flavor("debug", tied_embeddings=tied, vocab_size=261)
     built = llama3.build(config)
@@ -30,7 +31,7 @@ def model(tied=False, frozen=False, adapters=False):
         add_adapters(built, llama3.hf_names(config), LoraShape(16, 16.0, 0.0, ("q_proj", "up_proj")))
     if frozen:
         built.layers[1].requires_grad_(False)
-    return built
+    return built if packed is None else pack_base(built, FORMATS[packed])
 
 
 def budget_of(built, numbers, mapped=()):
@@ -45,11 +46,13 @@ def budget_of(built, numbers, mapped=()):
         ({"frozen": True}, "float16", "sync", 2),
         ({"adapters": True}, "bfloat16", "async", 1),
         ({"adapters": True, "tied": True}, "float16", "async", 2),
+        *(({"adapters": True, "tied": True, "packed": name}, "bfloat16", "async", 2) for name in FORMATS),
     ],
 )
 def test_the_budget_is_what_the_host_store_allocates(shape, dtype, update, rounds):
     numbers = RunNumbers(TrainingTable(dtype=dtype), EngineTable(update=update, rounds=rounds))
-    budget = budget_of(model(**shape), numbers)
+    question = run_question(model(**shape), numbers, CPU)
+    budget = question.state()
     store = build_store(model(**shape), numbers, CPU)
     store.allocate_gradients(rounds)
     # Parts of sums land in buffers of the engine's pool, which are whole pages.
@@ -61,6 +64,8 @@ def test_the_budget_is_what_the_host_store_allocates(shape, dtype, update, round
     assert budget.gradient_bytes == sum(gradients) + landing
     device_weights = [device_weight.nbytes for bundle in store.bundles for device_weight in bundle.device_weights]
     assert budget.weight_bytes == sum(device_weights)
+    assert max(question.costs().values("unpacked_bytes")) == store.unpacked_bytes()
+    assert bool(store.unpacked_bytes()) is ("packed" in shape)
 
 
 @pytest.mark.parametrize("tied", [False, True])
