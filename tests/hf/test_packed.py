@@ -14,6 +14,8 @@ from torchround.commands import export_hf
 from torchround.commands.configured_model import open_weights
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, quantised_advice
+from torchround.hf.packed import read_numbers
+from torchround.hf.tensor_folder import TensorFiles
 from torchround.layer import names_in
 
 SINGLE = "model.safetensors"
@@ -105,6 +107,25 @@ def test_packed_weights_are_read_and_exported_as_what_transformers_makes_of_them
     assert exported.keys() == numbers.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in numbers.items())
     assert "quantization_config" not in json.loads((output / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "compressed" in name])
+def test_the_reader_of_compressed_tensors_makes_the_same_numbers(name, hf, tmp_path):
+    why = "the package compressed-tensors, of the extra `test`, is missing"
+    package = pytest.importorskip("compressed_tensors.quantization", reason=why)
+    reader = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward", reason=why)
+    release, _ = packed_release(hf, tmp_path / "release", name)
+    settings = package.QuantizationArgs(**FORMATS[name][1]["config_groups"]["group_0"]["weights"])
+    released, compared = load_file(release.folder / SINGLE), 0
+    with TensorFiles() as files:
+        for tensor in read_numbers(release.folder).values():
+            if len(tensor.parts) > 1:
+                codes, scales = (released[part.name] for part in tensor.parts)
+                theirs = reader.dequantize(codes, scales, args=settings, dtype=torch.float32).bfloat16()
+                ours = files.read(tensor, 0, tensor.nbytes).view(torch.bfloat16).view(tensor.shape)
+                assert torch.equal(ours, theirs), tensor.name
+                compared += 1
+    assert compared
 
 
 MATRIX = "model.layers.1.self_attn.k_proj.weight"

@@ -31,7 +31,9 @@ def exported(name, *more):
     return load_file(Path(name) / SINGLE), json.loads((Path(name) / "config.json").read_text())
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[] if "MiniMax" in ROWS[row][0] else pytest.mark.releases) for row in ROWS]
+)
 def test_weights_that_did_not_change_keep_their_codes_byte_for_byte(row, tmp_path):
     name, more, example = ROWS[row]
     release = RELEASES[name]
