@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torchround.accelerators import PLANNED_KIND, as_if_on
 from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
 from torchround.models.borrowed.construction import Anatomy
-from torchround.models.borrowed.counted_work import count_layer, count_logits, extrapolate
+from torchround.models.borrowed.counted_work import count_layer, extrapolate
 from torchround.models.borrowed.recognised_parts import UNREAD
 from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
 from torchround.models.common.attention import documents_of
@@ -242,8 +242,8 @@ class BorrowedHead(BorrowedLayer):
         num_tokens, width = batch * tokens, self.shell.width
         with as_if_on(device):
             tail = count_layer(self, batch, tokens, element_bytes, width, wants="states")
-            flops, vocab = count_logits(self, num_tokens, width, element_bytes)
-        flops -= tail.forward_flops
+            logits = count_layer(self, num_tokens, 1, element_bytes, width, wants="logits")
+        flops, vocab = logits.forward_flops - tail.forward_flops, logits.boundary_bytes // (4 * num_tokens)
         weights = [weight for weight in self._weights() if weight.requires_grad]
         loss = loss_work(num_tokens, vocab, width, element_bytes, bool(weights), device)
         # The gradient of the states, beside the one that is kept, while the backward multiplies it.

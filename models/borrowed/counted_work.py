@@ -151,16 +151,6 @@ def _parts(
     return tuple(found)
 
 
-def count_logits(head: nn.Module, num_tokens: int, width: int, element_bytes: int) -> tuple[float, int]:
-    """Count the FLOPs of a head's logits from hidden states of this width, and its vocabulary."""
-    with no_memory() as meter, torch.no_grad():
-        hidden = torch.empty((num_tokens, 1, width), dtype=DTYPES[element_bytes])
-        ids = torch.zeros((num_tokens, 1), dtype=torch.int64)
-        micro_batch = MicroBatch(ids, ids, ids, ids, wants="logits")
-        logits = call_with(head, fake_parameters(head, hidden.dtype), hidden, micro_batch)
-        return meter.flops, logits.shape[-1]
-
-
 class Meter(TorchDispatchMode):
     """Counts what a run without memory does.
 
