@@ -139,11 +139,12 @@ def export(
                 body = re.split(r"\d+\.", str(names[0]), maxsplit=1)[0]
                 content["exclude_modules"] = f"(?!{re.escape(body)}).*"
         else:
-            tensors, unpacked = hf_tensors(saved, config, dtype, trained), None
+            merged: Iterable[ExportedTensor] = hf_tensors(saved, config, dtype, trained)
+            unpacked: list[str] | None = None
             if packed and saved.base is not None:
-                tensors, unpacked = keep_packed(tensors, saved.base.stored_tensors())
+                merged, unpacked = keep_packed(merged, saved.base.stored_tensors())
             set_quantisation(content, unpacked)
-            files = write_tensors(folder, tensors, SHARD_BYTES)
+            files = write_tensors(folder, merged, SHARD_BYTES)
             name, written = "config.json", write_generation(folder, content, config)
             if saved.base is not None and saved.base.carried:
                 written += copy_others(folder, saved.base.folder)
@@ -230,9 +231,9 @@ def hf_tensors(
 def set_quantisation(content: dict[str, Any], unpacked: Sequence[str] | None) -> None:
     """Name the modules that are `unpacked` in the quantisation of a config.json; None if no weight is packed: take it out."""
     for key in QUANTISATION_KEYS:
-        for holder in filter(lambda one: isinstance(one, dict), (content, content.get("text_config"))):
-            table = holder.pop(key, None)
-            if unpacked is None or not isinstance(table, dict):
+        for holder in (content, content.get("text_config")):
+            table = holder.pop(key, None) if isinstance(holder, dict) else None
+            if unpacked is None or not isinstance(holder, dict) or not isinstance(table, dict):
                 continue
             is_compressed = table.get("quant_method") == "compressed-tensors"
             left = "ignore" if is_compressed else "modules_to_not_convert"
