@@ -107,7 +107,8 @@ class StandInBody(nn.Module):
 
     def __init__(self, body: nn.Module, output_class: type) -> None:
         super().__init__()
-        self.__dict__ |= {name: value for name, value in vars(body).items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in vars(body).items() if isinstance(value, int | float)}
+        self.__dict__.update(numbers)
         self.output_class = output_class
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:

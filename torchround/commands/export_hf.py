@@ -154,7 +154,8 @@ def export(
                 body = re.split(r"\d+\.", str(names[0]), maxsplit=1)[0]
                 content["exclude_modules"] = f"(?!{re.escape(body)}).*"
         else:
-            merged, unpacked = hf_tensors(saved, config, dtype, trained, original_base), None
+            merged: Iterable[ExportedTensor] = hf_tensors(saved, config, dtype, trained, original_base)
+            unpacked: list[str] | None = None
             if packed and saved.base is not None:
                 merged, unpacked = keep_packed(merged, saved.base.stored_tensors())
             set_quantisation(content, unpacked)
@@ -262,7 +263,7 @@ def set_quantisation(content: dict[str, Any], unpacked: Sequence[str] | None) ->
     for key in QUANTISATION_KEYS:
         for holder in (content, content.get("text_config")):
             table = holder.pop(key, None) if isinstance(holder, dict) else None
-            if unpacked is None or not isinstance(table, dict) or holder is None:
+            if unpacked is None or not isinstance(holder, dict) or not isinstance(table, dict):
                 continue
             is_compressed = table.get("quant_method") == "compressed-tensors"
             left = "ignore" if is_compressed else "modules_to_not_convert"

@@ -207,6 +207,6 @@ def test_a_fault_inside_the_loss_keeps_no_tensor_alive(monkeypatch):
     found = []
     monkeypatch.setattr(loss, "softmax_loss_", full)
     error = fault()
-    forget_variables(error, set())
+    forget_variables(error)
     gc.collect()
     assert found[0]() is None and error is not None
