@@ -229,7 +229,7 @@ def _encode_nf4(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 def _encode_fp8(groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     scales = largest / E4M3_LARGEST
     scales[scales == 0] = 1.0
-    # A denormal scale is rounded by much, and codes of more than 464 are no numbers.
+    # A denormal scale is rounded by much. Casts of more than 464 are not a number in older versions of PyTorch.
     scaled = (groups / scales[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
