@@ -3,16 +3,20 @@
 import json
 import random
 import re
+import shutil
 import signal
 import time
 
 import pytest
 
+from tests.support.released_run import small_release
 from tests.support.small_run import ASYNC, BOUNDED, COMPACT, PREDICT, UNCORRECTED, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.checkpoint.folders import checkpoint_name
 
 SPLIT = "--training.dtype=bfloat16"
+RELEASE = ["--model.family=auto", "--model.flavor=none", "--model.hf_path=release"]
+PACKED = [*RELEASE, SPLIT, "--lora.rank=2", "--lora.base=nf4", "--lora.base_cache=cache"]
 STEPS = 25
 OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 TRAINS = "tests.support.scenarios:trains"
@@ -57,6 +61,8 @@ def announced(child):
                 ("split", [SPLIT], 8),
                 ("async, compact, split", [ASYNC, UNCORRECTED, COMPACT, SPLIT], 8),
                 ("muon", ["--optimizer.name=muon", SPLIT], 8),
+                # Kills come while the cache is written too.
+                ("packed", PACKED, 8),
             )
         ),
     ],
@@ -65,10 +71,12 @@ def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_un
     processes, tmp_path, mode, all_kills
 ):
     runs, moment, kills, number = SmallRuns(tmp_path), random.Random(5), 0, 0
+    small_release(tmp_path / "release")
     whole = processes.run(TRAINS, ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
     assert whole.wait() == 0, whole.text()
     while kills < all_kills:
         number += 1
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         kills += kill_until_complete(processes, runs, f"run-{number}", mode, moment, at_most=all_kills - kills)
         runs.assert_same(f"run-{number}", "whole", step=STEPS)
 

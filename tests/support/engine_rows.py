@@ -404,7 +404,9 @@ class Row:
             if self.stopped and number == 1:
                 outcome.evaluated.append(loop.evaluate(self.held_out))
         outcome.evaluated.append(loop.evaluate(self.held_out))
-        return replace(outcome, norms=loop.norms, scales=loop.scales, skipped=loop.skipped, state=loop.state())
+        # A checkpoint does not hold packed weights.
+        state = {name: value for name, value in loop.state().items() if name.split("/")[1] not in model.packed}
+        return replace(outcome, norms=loop.norms, scales=loop.scales, skipped=loop.skipped, state=state)
 
 
 def read_row(values):

@@ -45,6 +45,14 @@ def folder(working_folder):
     return working_folder
 
 
+def small_release(folder):
+    """Write a release of three blocks whose matrices can be packed."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).bfloat16().save_pretrained(folder)
+
+
 def write_lines(path, number=20):
     path.write_text("\n".join(json.dumps({"text": f"line {index} of some text"}) for index in range(number)))
 
