@@ -8,14 +8,12 @@ import socket
 
 import pytest
 
-from tests.support.faults import PlantedError, over, planted
-from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit, small_runs
+from tests.support.faults import PlantedError
+from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.config import RunTable
 from torchround.engine import engine as controller
 from torchround.run.run_folder import RunFolder
-
-__all__ = ["over", "planted", "small_runs"]
 
 
 def file_for_checkpoints(small_runs):

@@ -10,9 +10,6 @@ import pytest
 
 import train
 from tests.support.processes import ROOT, run_program
-from tests.support.small_run import working_folder
-
-__all__ = ["working_folder"]
 
 CONFIG = """
 [model]

@@ -12,15 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.hub_server import hub_of
 from tests.support.processes import run_program
-from tests.support.small_run import before_step, interrupt, tensors_in, working_folder
+from tests.support.small_run import before_step, interrupt, tensors_in
 from tests.support.space_vocabularies import space_tokenizer, write_kind
 from torchround.commands import finetune, try_model
 from torchround.commands.configured_model import with_family
 from torchround.config import load_config
 from torchround.config.load import with_overrides
 from torchround.config.validate import RawConfig
-
-__all__ = ["working_folder"]
 
 STARTED = "from torchround.commands import main; main()"
 CHATS = [
@@ -135,9 +133,6 @@ def test_the_family_of_a_folder_is_the_first_that_reads_it(tmp_path, changes, fa
     options = with_overrides(RawConfig("a test", tables), ())
     assert options.config.model.family == "auto"
     assert with_family(options).config.model.family == family
-
-
-# Mistakes.
 
 
 def renamed(*names):

@@ -234,9 +234,6 @@ def test_a_page_has_the_newest_continuations_of_each_run(tmp_path):
     assert run["samples"] == [3, [["a", "\\x1b"]]], "what is no continuation is left out"
 
 
-# The picture of a run's losses: a failure is only a warning.
-
-
 PNG = b"\x89PNG"
 
 

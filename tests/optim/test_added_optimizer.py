@@ -8,7 +8,7 @@ import torch
 
 from tests.support.pages import example
 from tests.support.reference import Reference
-from tests.support.small_run import ASYNC, PREDICT, SmallRuns, small_runs  # noqa: F401  (a fixture)
+from tests.support.small_run import ASYNC
 from tests.support.toy import MAX_NORM, toy_batches, toy_model, toy_store, train
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
@@ -58,7 +58,7 @@ def test_the_engine_trains_with_it_as_a_plain_loop_does():
 @pytest.mark.parametrize(
     "flags", [(BF16, COMPACT, ASYNC), *(pytest.param(f, marks=NIGHT) for f in [(), (BF16, ASYNC)])]
 )
-def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs, flags):  # noqa: F811
+def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs, flags):
     assert small_runs("whole", LION, *flags, "--checkpoint.interval_steps=3") == 0
     assert small_runs.saved("whole") == [3, 5]
     state = small_runs.state("whole")

@@ -1,8 +1,6 @@
 """A complete run that is asked for again: it says so, and which settings nothing was trained with."""
 
-from tests.support.small_run import ASYNC, small_runs
-
-__all__ = ["small_runs"]
+from tests.support.small_run import ASYNC
 
 COMPLETE = "the run is complete after 5 steps; nothing to do"
 # What a change says, by the change.

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from tests.support.batch_contents import TEMPLATE
-from tests.support.small_run import ASYNC, small_runs, stop_after
+from tests.support.small_run import ASYNC, stop_after
 from torchround.commands.try_model import main as try_model
 from torchround.engine.engine import Engine
-
-__all__ = ["small_runs"]
 
 VALIDATED = ("--validation.interval_steps=2", "--data.validation_fraction=0.2", "--validation.max_batches=2")
 PROMPTS = ("--validation.prompts=['ab cd', 'a much longer prompt than the first']", "--validation.prompt_tokens=7")
