@@ -98,13 +98,6 @@ def test_a_console_that_is_closed_does_not_end_the_run(small_runs, monkeypatch):
     assert len(small_runs.steps("run")) == STEPS and console.getvalue()
 
 
-def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(small_runs, capsys):
-    assert small_runs("run", "--engine.host_memory_gib=1e-4") == 2
-    message = capsys.readouterr().err
-    assert "GiB are missing" in message and "engine.host_memory_gib" in message
-    assert not small_runs.path("run").exists()
-
-
 def test_a_folder_in_use_is_refused(small_runs, capsys):
     with RunFolder(RunTable(name="run", folder="outputs")):
         assert small_runs("run") == 2
