@@ -37,6 +37,8 @@ if importlib.util.find_spec("hypothesis"):  # the accelerator tier runs without 
     settings.load_profile("deterministic")
     # Hypothesis' own limit is 300 s for each failure.
     hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS = 30
+    # Fixtures of tests in several folders.
+    pytest_plugins = ["tests.support.small_run", "tests.support.faults", "tests.support.small_machines"]
 
 
 # A test in one of these places, or with one of these fixtures, trains whole runs, starts programs or compares many cases.

@@ -18,15 +18,12 @@ from tests.support.small_run import (
     UNCORRECTED,
     before_forward,
     before_step,
-    small_runs,
     stop_after,
     write_text,
 )
 from torchround.checkpoint import Checkpointer
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.engine.store import host_store
-
-__all__ = ["small_runs"]
 
 ALONE, THREE = "--engine.num_devices=1", "--engine.num_devices=3"
 OTHER_PLAN = "--engine.plan={ forward = [1, 1, 1], fused = 2, backward = [3], rounds = 1 }"

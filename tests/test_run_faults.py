@@ -8,14 +8,12 @@ import socket
 
 import pytest
 
-from tests.support.faults import PlantedError, over, planted
-from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit, small_runs
+from tests.support.faults import PlantedError
+from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.config import RunTable
 from torchround.engine import engine as controller
 from torchround.run.run_folder import RunFolder
-
-__all__ = ["over", "planted", "small_runs"]
 
 
 def file_for_checkpoints(small_runs):
@@ -98,13 +96,6 @@ def test_a_console_that_is_closed_does_not_end_the_run(small_runs, monkeypatch):
     with contextlib.redirect_stdout(console):
         assert small_runs("run", "--checkpoint.interval_steps=2") == 0
     assert len(small_runs.steps("run")) == STEPS and console.getvalue()
-
-
-def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(small_runs, capsys):
-    assert small_runs("run", "--engine.host_memory_gib=1e-4") == 2
-    message = capsys.readouterr().err
-    assert "GiB are missing" in message and "engine.host_memory_gib" in message
-    assert not small_runs.path("run").exists()
 
 
 def test_a_folder_in_use_is_refused(small_runs, capsys):

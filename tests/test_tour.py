@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_run import small_runs
-
-__all__ = ["small_runs"]
-
 ROOT = Path(__file__).parents[1]
 STOP = re.compile(r"^\| (\d+) \| `((?:torchround|models)/[\w/]+\.py)` \| `([\w.]+)` \| .+ \|$", re.MULTILINE)
 

@@ -11,14 +11,12 @@ from transformers import AutoModelForCausalLM
 
 import train
 from tests.support.borrowed_toys import write_toy
-from tests.support.released_run import saved, working_folder, write_lines
+from tests.support.released_run import saved, write_lines
 from tests.support.small_run import fp32_weights
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import configured_model, export_hf, plan_run
 from torchround.config import parse_command_line
 from torchround.layer import may_compile
-
-__all__ = ["working_folder"]
 
 CONFIG = """
 model = { family = "transformers", hf_path = "release" }

@@ -8,10 +8,6 @@ import time
 import psutil
 import pytest
 
-from tests.support.small_run import small_runs
-
-__all__ = ["small_runs"]
-
 # What `SmallRuns.start` trains, for the runs of this process that it is compared with.
 DEBUG = ["--model.family=llama3", "--model.flavor=debug", "--engine.plan=none"]
 ENDLESS = ["--training.steps=100000", "--lr_schedule.decay=none"]

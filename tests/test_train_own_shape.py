@@ -8,14 +8,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
-from tests.support.released_run import working_folder, write_lines
+from tests.support.released_run import write_lines
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 from torchround.commands.configured_model import model_config
 from torchround.config import parse_command_line
-
-__all__ = ["working_folder"]
 
 CONFIG = """
 tokenizer = { name = "bytes" }

@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import train
-from tests.support.released_run import ADAPTED, MAPPED, change_config, exported, folder, saved, working_folder
+from tests.support.released_run import ADAPTED, MAPPED, change_config, exported, folder, saved
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
 
-__all__ = ["folder", "working_folder"]
+__all__ = ["folder"]
 
 
 def changed(**changes):
@@ -111,9 +111,6 @@ def test_a_sequence_longer_than_the_models_positions_is_a_warning(folder, caplog
     caplog.clear()
     assert train.main(["--config", "small.toml", "--dry-run"]) == 0
     assert not any("positions" in text for text in caplog.messages)
-
-
-# What a complete run leaves in Hugging Face format.
 
 
 def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):

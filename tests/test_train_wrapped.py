@@ -12,15 +12,13 @@ from transformers import AutoModelForImageTextToText
 
 import train
 from tests.support import model_tools
-from tests.support.released_run import saved, working_folder, write_lines
+from tests.support.released_run import saved, write_lines
 from tests.support.small_run import tensors_in
 from tests.support.toy_decoders import toy_config, toy_decoder
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
 from torchround.commands.configured_model import open_saved_model
 from torchround.config import parse_command_line
-
-__all__ = ["working_folder"]
 
 CONFIG = """
 model = { family = "transformers", hf_path = "release" }

@@ -8,12 +8,10 @@ from functools import partial
 
 import pytest
 
-from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, before_step, interrupt, small_runs, stop_after, with_model
+from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, before_step, interrupt, stop_after, with_model
 from torchround.config import load_config
 from torchround.data import Loader
 from torchround.run.early_end import STOP_SIGNALS
-
-__all__ = ["small_runs"]
 
 # The keys that docs and scripts rely on.
 KEYS = [

@@ -10,9 +10,6 @@ import pytest
 
 import train
 from tests.support.processes import ROOT, run_program
-from tests.support.small_run import working_folder
-
-__all__ = ["working_folder"]
 
 CONFIG = """
 [model]
@@ -41,6 +38,9 @@ FILES = {
     "empty.txt": "",
     "run.yaml": "model:\n  family: llama3\n",
 }
+SKIP, BF16 = "--data.on_bad_record=skip", "--training.dtype=bfloat16"
+NO_FLAVOR, NO_TOKENIZER = "--model.flavor=none", "--tokenizer.name=none"
+VALIDATED = ("--validation.interval_steps=1", "--data.validation_fraction=0.2")
 # What the message must match, by what follows `--config run.toml`; if that is one string, `old -> new` changes the file.
 # tests/config/test_messages.py has further mistakes in keys.
 MISTAKES = {
@@ -53,19 +53,11 @@ MISTAKES = {
     "a key without dashes": ("argument training.steps.*nearest: --training.steps", ["training.steps=5"]),
     "a config in YAML": ("run.yaml: .*TOML", ["--config", "run.yaml"]),
     "an optimizer in 8 bits": ('"adamw_8bit".*nearest: adamw', ["--optimizer.name=adamw_8bit"]),
-    "a name on the hub": (
-        "model.hf_path.*meta-llama/Llama-3.*not downloaded",
-        ["--model.flavor=none", "--model.hf_path=meta-llama/Llama-3"],
-    ),
-    "a model's folder that is to bring the tokenizer": (
-        'model.hf_path: given "~/nowhere"',
-        ["--model.flavor=none", "--model.hf_path=~/nowhere", "--tokenizer.name=none"],
-    ),
+    "a name on the hub": ("model.hf_path.*meta/Llama.*not downloaded", [NO_FLAVOR, "--model.hf_path=meta/Llama"]),
+    # It is to bring the tokenizer.
+    "a folder": ('model.hf_path: given "~/nowhere"', [NO_FLAVOR, "--model.hf_path=~/nowhere", NO_TOKENIZER]),
     "a family": ('model.family: given "lama3".*nearest: llama3', ["--model.family=lama3"]),
-    "a tokenizer that is not there": (
-        'command line: tokenizer.path: given "nowhere"',
-        ["--tokenizer.name=none", "--tokenizer.path=nowhere"],
-    ),
+    "a tokenizer": ('command line: tokenizer.path: given "no"', [NO_TOKENIZER, "--tokenizer.path=no"]),
     "a tokenizer that the file names": ("run.toml: tokenizer.path: given", 'name = "bytes" -> path = "nowhere"'),
     "a chat template": ("tokenizer.chat_template: given", ["--tokenizer.chat_template=nowhere.jinja"]),
     "data that is not there": ("run.toml: data.sources: .*texts/", "text.txt -> texts/*.txt"),
@@ -74,29 +66,34 @@ MISTAKES = {
     # A mistake of all records is none that may be skipped. tests/data/test_bad_records.py has further ones.
     "records of another kind": (
         "data.sources: .*ids.jsonl, line 1: no field 'text'",
-        ["--data.sources=[{ path='ids.jsonl' }]", "--data.on_bad_record=skip"],
+        ["--data.sources=[{ path='ids.jsonl' }]", SKIP],
     ),
     "ids of another vocabulary": (
         "data.sources: .*ids.jsonl.*151000; .* 0 to 258",
-        ["--data.sources=[{ path='ids.jsonl', content='tokens' }]", "--data.on_bad_record=skip"],
+        ["--data.sources=[{ path='ids.jsonl', content='tokens' }]", SKIP],
     ),
     "no chat template": (
         "data.sources: .*pairs.jsonl.*no chat template",
-        ["--data.sources=[{ path='pairs.jsonl', content='prompt_completion' }]", "--data.on_bad_record=skip"],
+        ["--data.sources=[{ path='pairs.jsonl', content='prompt_completion' }]", SKIP],
     ),
     "an empty file": ("data.sources: .*empty.txt", "text.txt -> empty.txt"),
     "a device that is not here": ("PyTorch sees none here", ["--engine.devices=npu"]),
     "a model that does not fit": ("GiB.*engine.device_memory_gib", ["--engine.device_memory_gib=0.001"]),
-    "a card without the run's type": (
-        "no bfloat16 peak is known for t4",
-        ["--machines.card=t4", "--training.dtype=bfloat16", "--dry-run"],
-    ),
+    "more than the host has": ("GiB are missing.*engine.host_memory_gib", ["--engine.host_memory_gib=1e-4"]),
+    "a card without the type": ("no bfloat16 peak is known for t4", ["--machines.card=t4", BF16, "--dry-run"]),
     "a checkpoint that is not there": ("checkpoint.load_path.*nowhere", ["--checkpoint.load_path=nowhere"]),
     "a layer for adapters": ("lora.targets.*query.*q_proj", ["--lora.rank=4", '--lora.targets=["query"]']),
     "an output folder that is a file": ("run.folder: text.txt/run", ["--run.folder=text.txt"]),
     "validation on a file that is not there": (
         "command line: validation.sources: ",
         ["--validation.interval_steps=1", "--validation.sources=[{ path = 'nowhere.txt' }]"],
+    ),
+    "prompts that no step asks": ("validation.prompts, validation.interval_steps: ", ["--validation.prompts=['a']"]),
+    "an empty prompt": (r"validation.prompts\[0\]: ", [*VALIDATED, "--validation.prompts=['']"]),
+    "a prompt that is no list": ("input should be a valid tuple", [*VALIDATED, "--validation.prompts=a"]),
+    "no tokens for a prompt": (
+        "validation.prompt_tokens: given 0",
+        [*VALIDATED, "--validation.prompts=['a']", "--validation.prompt_tokens=0"],
     ),
     "a plan": ("covers 2 layers", ["--engine.plan={forward = [1], fused = 1, backward = [1]}"]),
     "a plan's file": ("engine.plan", ["--engine.plan=nowhere.json"]),

@@ -42,8 +42,6 @@ def two_checkpoints(folder):
 
 
 # What damages the checkpoint at a path.
-
-
 def without(name):
     return lambda path: (path / name).unlink()
 

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.small_run import small_runs, stop_before_the_first_step, tensors_in, use_family
+from tests.support.small_run import stop_before_the_first_step, tensors_in, use_family
 from torchround.models import FAMILIES
-
-__all__ = ["small_runs"]
 
 FIXTURE = Path(__file__).parent / "written_in_format_3"
 # By fixture: the keys of its run, and the loss and gradient norm that the release logged in later steps.

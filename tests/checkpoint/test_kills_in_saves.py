@@ -145,8 +145,6 @@ def test_a_death_before_any_operation_of_the_file_system_leaves_one_whole_checkp
 
 
 # SIGKILL before any file-system operation of a save: listed checkpoints are whole, and the newest is never lost.
-
-
 def tensors_of_step(step):
     return {f"{kind}/block.0.w": torch.full((3000,), float(step)) for kind in ("weights", "exp_avg")}
 

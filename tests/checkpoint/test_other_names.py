@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.support.small_run import SmallRuns, small_runs  # noqa: F401  (a fixture)
 from torchround.checkpoint import folders
 from torchround.commands import manage_checkpoints
 
@@ -13,7 +12,7 @@ def other_names(monkeypatch):
     monkeypatch.setattr(folders, "TENSOR_FILE", "part-{:d}.safetensors")
 
 
-def test_a_run_with_other_names_saves_resumes_keeps_lists_and_verifies(small_runs, other_names, capsys):  # noqa: F811
+def test_a_run_with_other_names_saves_resumes_keeps_lists_and_verifies(small_runs, other_names, capsys):
     saving = "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=2"
     assert small_runs("run", *saving, "--training.steps=4") == 0
     assert small_runs("run", *saving) == 0  # resumes after step 4

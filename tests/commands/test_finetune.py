@@ -12,15 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.hub_server import hub_of
 from tests.support.processes import run_program
-from tests.support.small_run import before_step, interrupt, tensors_in, working_folder
+from tests.support.small_run import before_step, interrupt, tensors_in
 from tests.support.space_vocabularies import space_tokenizer, write_kind
 from torchround.commands import finetune, try_model
 from torchround.commands.configured_model import with_family
 from torchround.config import load_config
 from torchround.config.load import with_overrides
 from torchround.config.validate import RawConfig
-
-__all__ = ["working_folder"]
 
 STARTED = "from torchround.commands import main; main()"
 CHATS = [
@@ -137,9 +135,6 @@ def test_the_family_of_a_folder_is_the_first_that_reads_it(tmp_path, changes, fa
     assert with_family(options).config.model.family == family
 
 
-# Mistakes.
-
-
 def renamed(*names):
     def change(folder):
         for name in names:
@@ -162,62 +157,35 @@ def holds_other_run(folder):
 
 
 # What a user typed, what the message must say, and what is done to the folder before.
+BOTH, NO_FOLDER = ["release", "chats"], "neither a folder here nor a repository"
 MISTAKES = {
     "a folder's name": (["relaese", "chats"], "MODEL: there is no folder relaese; nearest: release", None),
     "a folder's path": (["./models/x", "chats"], "MODEL: there is no folder ./models/x", None),
     "a file for the model": (["release/config.json", "chats"], "MODEL: release/config.json is a file", None),
-    "no config": (["release", "chats"], "model.hf_path: .*no release/config.json", renamed("release/config.json")),
-    "a kind of model": (
-        ["release", "chats"],
-        "release/config.json fits no family; transformers: .*riddle",
-        unknown_model,
-    ),
-    "no weights": (["release", "chats"], "release.*safetensors", renamed("release/model.safetensors")),
-    "no tokenizer": (["release", "chats"], "no tokenizer.json in release", renamed("release/tokenizer.json")),
-    "no chat template": (["release", "chats"], "no chat template.*tokenizer.chat_template", template_less),
-    "a data file's name": (
-        ["release", "chats/b.jsonl"],
-        "DATA: there is no file or folder .*nearest: chats/a.jsonl",
-        None,
-    ),
+    "no config": (BOTH, "model.hf_path: .*no release/config.json", renamed("release/config.json")),
+    "a kind of model": (BOTH, "release/config.json fits no family; transformers: .*riddle", unknown_model),
+    "no weights": (BOTH, "release.*safetensors", renamed("release/model.safetensors")),
+    "no tokenizer": (BOTH, "no tokenizer.json in release", renamed("release/tokenizer.json")),
+    "no chat template": (BOTH, "no chat template.*tokenizer.chat_template", template_less),
+    "a data file": (["release", "chats/b.jsonl"], "DATA: there is no file or folder .*nearest: chats/a.jsonl", None),
     "a glob": (["release", "chats/*.json"], r"DATA: .*chats/\*.json.*no such file", None),
     "an empty file": (["release", "empty.jsonl"], "DATA: .*empty.jsonl", None),
     "a broken line": (["release", "broken.jsonl"], "DATA: broken.jsonl, line 1: not valid JSON", None),
     "a table in text": (["release", "table.csv"], "DATA: table.csv: CSV and TSV are not read", None),
-    "unknown columns": (
-        ["release", "columns.jsonl"],
-        "DATA: .*columns story, title; legal: messages or .*data.sources",
-        None,
-    ),
+    "columns": (["release", "columns.jsonl"], "DATA: .*columns story, title; legal: messages or .*data.sources", None),
     "a folder without data": (["release", "nothing"], "DATA: no file in nothing has one of the endings .jsonl", None),
     "a folder that is in use": (["release", "chats", "--out", "chats"], "--out: chats exists, and no run of", None),
-    "another command's run": (
-        ["release", "chats"],
-        "holds the run of another command: torchround.* other",
-        holds_other_run,
-    ),
+    "another run": (BOTH, "holds the run of another command: torchround.* other", holds_other_run),
     "a key": (["release", "chats", "--training.stepps", "3"], "training.stepps: unknown key.*nearest: ", None),
     "a flag": (["release", "chats", "--epochs", "3"], "unexpected argument --epochs.*nearest: --data.epochs", None),
     "a rank": (["release", "chats", "--lora", "0"], "argument --lora: invalid", None),
-    "too little memory": (
-        ["release", "chats", "--engine.device_memory_gib", "0.0001"],
-        "engine.device_memory_gib",
-        None,
-    ),
+    "too little memory": ([*BOTH, "--engine.device_memory_gib", "0.0001"], "engine.device_memory_gib", None),
     "a layer for adapters": (["release", "chats", "--lora", "2", "--lora.targets", '["query"]'], "lora.targets", None),
     "a split": (["release", "toy/chats", "--split", "test"], "DATA: dataset .*split 'test'.*source keys: split", None),
-    "a name on the hub": (["toy/lama", "chats"], "MODEL: toy/lama: neither a folder here nor a repository", None),
-    "a dataset's name": (["release", "toy/chat"], "DATA: toy/chat: neither a folder here nor a repository", None),
-    "a gated model": (
-        ["toy/gated", "chats"],
-        "MODEL: toy/gated: its owner asks for consent: accept .*/toy/gated",
-        None,
-    ),
-    "a full disk": (
-        ["toy/large", "chats"],
-        "MODEL: toy/large: 1024 PiB|MODEL: toy/large: .* to fetch, and .* are free",
-        None,
-    ),
+    "a name on the hub": (["toy/lama", "chats"], f"MODEL: toy/lama: {NO_FOLDER}", None),
+    "a dataset's name": (["release", "toy/chat"], f"DATA: toy/chat: {NO_FOLDER}", None),
+    "a gate": (["toy/gated", "chats"], "MODEL: toy/gated: its owner asks for consent: accept .*/toy/gated", None),
+    "a full disk": (["toy/large", "chats"], "MODEL: toy/large: (1024 PiB|.* to fetch, and .* are free)", None),
     "no network": (["toy/llama", "chats"], "MODEL: toy/llama: not in the hub's cache .*cannot be reached", "offline"),
 }
 

@@ -34,8 +34,6 @@ def test_importing_the_package_imports_neither_torch_nor_anything_else_of_it():
 
 
 # What forked processes do.
-
-
 def warm_up():
     """Import all commands, so that no child has to."""
     for module, _ in commands.COMMANDS.values():

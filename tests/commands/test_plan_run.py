@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.small_run import small_runs
 from torchround.commands import plan_run
 
 ROOT = Path(__file__).parents[2]
@@ -85,11 +84,6 @@ def test_a_plan_names_the_machine_of_its_config_and_says_if_it_has_no_limit(plan
     assert other.startswith("planned for 2 x h100 with 72.00 GiB usable of 80 GiB; host memory: no limit was given")
     assert "kept activations" not in other
 
-
-# What `torchround plan` and `--dry-run` say about several machines.
-
-
-__all__ = ["small_runs"]
 
 TWO_CARDS = ["--config", "debug.toml", "--device", "rtx4090", "--num-devices", "2"]
 # Little more than the state, which nothing but fewer trained weights or more machines make smaller.

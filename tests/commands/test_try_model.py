@@ -115,9 +115,6 @@ def test_drawn_continuations_follow_the_seed_and_not_the_devices_or_the_other_pr
     assert first != results(capsys, *drawn, "--prompt", *PROMPTS, "--seed=1")
 
 
-# What `try_model` opens: runs, exports, adapters on their base, chats; and one message for each mistake in its arguments.
-
-
 CONFIG = """
 model = {{ family = "llama3", hf_path = "{release}" }}
 data = {{ sources = [{{ path = "texts.jsonl" }}] }}
@@ -202,9 +199,6 @@ def test_chats_are_written_by_the_template_up_to_the_answer(folders, capsys, tmp
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)["input_ids"]
     assert [plain["text"]] == continued(model, [ids], 8)
-
-
-# Mistakes.
 
 
 def remove_tokenizer(folder):

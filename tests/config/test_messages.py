@@ -195,9 +195,6 @@ def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(message):
     assert text == "command line: engine.plan.fused: given 0; input should be greater than or equal to 1"
 
 
-# Each table and key is documented, and tables cannot be changed.
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TABLES = [value for value in vars(config).values() if isinstance(value, type) and issubclass(value, Table)]
 

@@ -182,9 +182,6 @@ def test_token_ids_of_the_models_vocabulary_are_legal_beyond_the_tokenizers(tmp_
     assert next(resumed).tokens.tolist() == next(loader).tokens.tolist()
 
 
-# Special tokens in text.
-
-
 @pytest.fixture
 def llama3(chat_tokenizers):
     return chat_tokenizers["llama3"]

@@ -170,11 +170,6 @@ def test_a_token_that_joins_a_header_and_an_answer_is_not_parted(ours, folders):
     assert learn == [False] * before + [True] * (len(tokens) - before - 1) + [False]
 
 
-def test_no_template_at_all_says_which_key_gives_one(tokenizer):
-    with pytest.raises(TokenizerError, match=r"no chat template beside it; give tokenizer.chat_template"):
-        ChatTemplate(tokenizer)
-
-
 def test_a_generation_tag_changes_nothing(ours):
     tagged = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}") + PROMPT
     conversation = Conversation(tuple(PLAIN))

@@ -37,9 +37,6 @@ def templates(chat_tokenizers):
     return {name: with_templates(chat_tokenizers[family], released(name)) for name, family in FAMILIES.items()}
 
 
-# Weight and train.
-
-
 @EACH_TEMPLATE
 def test_a_message_without_weight_is_written_and_not_learnt(templates, name):
     def dialogue(**marks):
@@ -124,9 +121,6 @@ def test_a_template_that_drops_a_message_and_splits_the_next_one_does_not_swap_t
         template(Conversation((question("one"), first, second)))
 
 
-# Reasoning.
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_thinking", "gpt_oss"])
 def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transformers(templates, chat_folders, name):
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(chat_folders[FAMILIES[name]] / "tokenizer.json"))
@@ -163,9 +157,6 @@ def qwen(chat_tokenizers):
     return chat_tokenizers["qwen3"]
 
 
-# Where a template is.
-
-
 def named(name):
     return LOOP.replace("{{ m.content }}", name + " {{ m.content }}")
 
@@ -188,9 +179,6 @@ def test_the_default_template_of_a_folder_is_found_as_in_transformers(folder, tm
         expected = theirs.apply_chat_template(DIALOGUE, tools=list(tools) or None, tokenize=False)
         assert plain_text(ours, DIALOGUE, tools) == expected
         assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
-
-
-# Templates that mark turns in other ways.
 
 
 BY_ADDED_TOKENS = (

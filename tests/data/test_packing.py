@@ -145,9 +145,6 @@ def test_a_document_broken_off_by_a_bad_record_ends_where_the_next_one_starts():
     assert [[token for token, _ in document] for document in unpacked([row])] == [[1, 2], [4, 5]]
 
 
-# The cut of a batch.
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=20), min_size=1, max_size=20),

@@ -120,9 +120,6 @@ def test_a_flag_of_any_machine_ends_the_steps_of_all_and_its_machine_reads_no_mo
         assert done[0][0] > 2 and {(steps, *found) for steps, found, _ in done} == {(done[0][0], *flags)}
 
 
-# What is refused, bad records, and sources that are too small.
-
-
 def until_error(batches, loader):
     for step in range(100):
         before = loader.state_dict()

@@ -19,9 +19,6 @@ from torchround.planning.update_modes import BOUNDED, SYNC
 STEPS = 4
 
 
-# What a step leaves out.
-
-
 def test_a_loss_that_is_not_finite_skips_the_whole_step():
     model, batches = toy_model(), toy_batches(STEPS, micro_batches=3)
     with toy_engine(PARTITIONS["backward coarser"], 2, model=model, mode=BOUNDED, stale_layers=3) as engine:
@@ -92,9 +89,6 @@ def test_a_spike_of_the_loss_skips_the_whole_step():
         assert result.update().skipped and "the loss" in result.update().fault
         engine.drain()
     assert_same_state(store.weights(), before)
-
-
-# Faults and refusals.
 
 
 def test_a_fault_between_the_updates_of_two_layers_leaves_a_store_that_is_refused():

@@ -74,24 +74,14 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.fixture(scope="module")
-def traced():
-    compiler, counts = LayerCompiler(toy_model(tied=True), "aot_eager"), [graphs()]
-    for steps in (2, 4):
-        found = trained(compiler, devices=3, batches=BATCHES[:steps])
-        counts.append(graphs() - counts[0])
-    return compiler, found, counts[1:]
-
-
-def test_each_kind_is_compiled_once_for_each_size_and_nothing_after_the_second_step(traced):
-    compiler, _, counts = traced
-    assert [kind.layer_names for kind in compiler.kinds] == [
-        ["embedding"],
-        [f"block.{index}" for index in range(5)],
-        ["head"],
-    ]
+def test_each_kind_is_compiled_once_for_each_size_and_nothing_after_the_second_step():
+    compiler, before = LayerCompiler(toy_model(tied=True), "aot_eager"), graphs()
+    blocks = [f"block.{index}" for index in range(5)]
+    assert [kind.layer_names for kind in compiler.kinds] == [["embedding"], blocks, ["head"]]
     kinds, sizes, heads_of_evaluations = 3, 2, 2
-    assert counts == [kinds * sizes + heads_of_evaluations] * 2
+    for steps in (2, 4):
+        trained(compiler, devices=3, batches=BATCHES[:steps])
+        assert graphs() - before == kinds * sizes + heads_of_evaluations
 
 
 def test_gradients_of_16_bits_are_added_to_their_fp32_sums_in_one_pass():
@@ -271,7 +261,7 @@ def test_every_family_compiles_and_agrees_with_itself_uncompiled(case):
     found, expected = family_run(case, True), family_run(case, False)
     assert_close(found, expected, FAMILY_TERMS)
     compiled = [bool(kind.shapes) for kind in found[2].kinds]
-    assert compiled == [*[True] * (len(compiled) - 1), False]  # the head never is
+    assert compiled == [*[True] * (len(compiled) - 1), False]  # the head adds to its weight's gradient itself
 
 
 def test_layers_that_differ_in_a_setting_are_of_two_kinds():
@@ -356,11 +346,16 @@ def planted(monkeypatch):
     return left
 
 
-@pytest.mark.parametrize(("compiles", "call"), [(False, 1), (True, 6)])
-def test_out_of_memory_inside_a_layer_is_the_same_error_compiled_or_not(planted, compiles, call):
+def allocating_model():
     model = toy_model()
     for index, layer in enumerate(model.layers[1:-1]):
         layer.allocates = index == 3
+    return model
+
+
+@pytest.mark.parametrize(("compiles", "call"), [(False, 1), (True, 6)])
+def test_out_of_memory_inside_a_layer_is_the_same_error_compiled_or_not(planted, compiles, call):
+    model = allocating_model()
     planted[0] = call
     compiler = LayerCompiler(model, "aot_eager") if compiles else None
     engine = toy_engine(PARTITIONS["one layer a stage"], 2, model=model, compiler=compiler)
@@ -410,22 +405,11 @@ def test_threads_that_wait_for_a_compiler_end_with_the_engine():
     assert not engine_threads()
 
 
-def test_only_the_head_is_never_compiled():
-    """It adds to its weight's gradient itself."""
-    for family, flavor in (("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")):
-        model = decoder(family, flavor, vocab_size=50, num_layers=2)
-        compiler = LayerCompiler(model, "eager")
-        calls = [compiler.compiled(index, layer, Board()) for index, layer in enumerate(model.layers)]
-        assert [call is layer for call, layer in zip(calls, model.layers, strict=True)] == [False] * 3 + [True]
-
-
 @pytest.mark.parametrize("wraps", [False, True], ids=["as it is", "as a compiler's error"])
 def test_too_little_memory_to_compile_is_an_error_because_bits_must_not_depend_on_free_memory(
     planted, wraps, monkeypatch
 ):
-    model, rehearse = toy_model(), CompiledShape.rehearse
-    for index, layer in enumerate(model.layers[1:-1]):
-        layer.allocates = index == 3
+    model, rehearse = allocating_model(), CompiledShape.rehearse
     planted[0] = 1
 
     def wrapping(*arguments):

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support.small_run import small_runs
 from tests.support.toy import toy_model
 from torchround import accelerators
 from torchround.accelerators import AcceleratorKind
@@ -28,7 +27,6 @@ from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers, layer_works, run_question
 from torchround.run.run_folder import RunFolder
 
-__all__ = ["small_runs"]  # the fixture
 pytestmark = pytest.mark.compiles
 
 

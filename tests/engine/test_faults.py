@@ -133,8 +133,6 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(norm
 
 
 # A device that fails while a thread waits for it, as CUDA does after a fault in a kernel.
-
-
 class FailedEvent:
     def __init__(self, thread, left):
         self.thread, self.left = thread, left

@@ -72,9 +72,6 @@ def test_a_fault_that_is_overcome_or_comes_before_the_step_leaves_a_whole_update
     assert_same_state(store.named_views(), whole.named_views())
 
 
-# Refusals.
-
-
 @pytest.mark.parametrize(
     ("mode", "machines", "words"),
     [(BOUNDED, 1, "bounded updates"), (ASYNC_PREDICT, 1, "predicted"), (SYNC, 2, "several machines")],

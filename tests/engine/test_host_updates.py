@@ -31,9 +31,6 @@ def test_an_optimizer_of_torch_updates_as_in_a_plain_loop(kind):
     assert store.applied_updates == store.step == STEPS
 
 
-# Hyperparameters.
-
-
 @pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
 def test_a_scheduler_may_change_them_while_steps_are_under_way(mode):
     """Every step of the optimizer's thread is late by two steps of the scheduler, as far as two passes allow."""
@@ -97,9 +94,6 @@ def test_its_parameters_come_in_the_order_of_the_model():
     with host_engine(model, moment_free(model), HostOptimizer(make)):
         pass
     assert seen == [name for name in model.stored_shapes() if not name.startswith("block.1.")]
-
-
-# Memory.
 
 
 def test_a_store_without_moments_holds_two_fp32_buffers_less():

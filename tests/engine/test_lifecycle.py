@@ -6,13 +6,11 @@ import threading
 
 import pytest
 
-from tests.support.faults import brief_joins
 from tests.support.toy import PARTITIONS, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine import engine as controller
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 
-__all__ = ["brief_joins"]  # the fixture
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=4)
 

@@ -14,15 +14,12 @@ import pytest
 import torch
 
 from tests.support.faults import LANDED, Bomb, armed
-from tests.support.small_run import small_runs
 from tests.support.toy import KEPT, PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, train
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.engine.store.host_memory import HostPool
 from torchround.planning.update_modes import ASYNC
-
-__all__ = ["small_runs"]
 
 BATCHES = toy_batches(3, micro_batches=4)
 POOL = "the pool of host buffers"

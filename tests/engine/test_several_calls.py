@@ -93,9 +93,6 @@ def test_a_divisor_of_1_gives_the_plain_sum():
     assert rounded == pytest.approx(exact, rel=1e-2)
 
 
-# What a step that does not come to its end leaves.
-
-
 def views_after(calls):
     model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
     with toy_engine(PARTITION, 2, model=model, accumulates=True) as engine:
@@ -155,9 +152,6 @@ def test_a_call_with_a_loss_that_is_not_finite_skips_the_whole_step(mode, bad_ca
         assert report.not_finite == (bad_call * MICRO_BATCHES // CALLS + 1,)
         assert_same_state(store.named_views(), before)
         assert not train(engine, batches[1:])[0].update().skipped
-
-
-# Orders and refusals.
 
 
 def test_a_pass_is_forgotten_only_once_its_gradients_are_added():

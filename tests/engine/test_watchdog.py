@@ -14,18 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import toy
-from tests.support.faults import (
-    LANDED,
-    UPLOADED,
-    WRITTEN,
-    brief_joins,
-    engine_threads,
-    kind_of,
-    lose,
-    over,
-    planted,
-    this_thread,
-)
+from tests.support.faults import LANDED, UPLOADED, WRITTEN, engine_threads, kind_of, lose, this_thread
 from tests.support.toy import planted_model, toy_batches, toy_engine, toy_model, toy_store, train, watched
 from torchround.engine.board import LOOKS, Board, Observer, Value, Watchdog
 from torchround.engine.device import PASSED, CpuDevice, Stream
@@ -33,8 +22,6 @@ from torchround.engine.errors import HangError
 from torchround.engine.passes import BOUNDARY, BOUNDARY_GRADIENT, KEPT, LOSS, STAGE_ENQUEUED, UPDATED, Pass
 from torchround.engine.tasks import Access
 from torchround.engine.worker.device_worker import STAGE_JOB
-
-__all__ = ["brief_joins", "over", "planted"]
 
 PARTITION = toy.PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=3)

@@ -7,11 +7,9 @@ import shutil
 import pytest
 
 from tests.support.disks import files_limited_to
-from tests.support.small_run import SmallRuns, awaiting_saves, before_step, small_runs
+from tests.support.small_run import SmallRuns, awaiting_saves, before_step
 from torchround.checkpoint import verify_checkpoint
 from torchround.checkpoint.folders import checkpoint_name
-
-__all__ = ["small_runs"]
 
 EVERY_SECOND = ["--checkpoint.interval_steps=2", "--training.steps=10", "--checkpoint.keep_latest_k=0"]
 LEFT_BYTES = 64 << 10  # less than the tensors of a checkpoint need

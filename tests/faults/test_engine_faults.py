@@ -29,8 +29,6 @@ from tests.support.faults import (
     engine_threads,
     kind_of,
     lose,
-    over,
-    planted,
 )
 from tests.support.toy import KEPT, PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.device import Stream
@@ -41,8 +39,6 @@ from torchround.engine.store import host_store
 from torchround.layer import LayeredModel
 from torchround.optim.optimizer import make_optimizer
 from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
-
-__all__ = ["over", "planted"]
 
 nightly = pytest.mark.nightly
 STEPS, MICRO_BATCHES, LAYERS = 3, 4, 7

@@ -44,8 +44,6 @@ def saved(processes, tmp_path_factory):
 
 
 # What harms the checkpoint at a path.
-
-
 def instead(name, content):
     return lambda path: forge_file(path / name, content)
 

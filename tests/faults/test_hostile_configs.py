@@ -3,9 +3,7 @@
 import os
 
 from tests.support.hostile_cases import ESCAPED, Case, judge
-from tests.support.small_run import SMALL, small_runs
-
-__all__ = ["small_runs"]
+from tests.support.small_run import SMALL
 
 
 def small(text, before=""):

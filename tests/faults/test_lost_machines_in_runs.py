@@ -10,11 +10,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.support.small_machines import ALL_ROUNDS, small_machines, starter
+from tests.support.small_machines import ALL_ROUNDS
 from tests.support.small_run import ASYNC, BOUNDED, COMPACT, PREDICT, UNCORRECTED
 from torchround.checkpoint.folders import checkpoint_name
-
-__all__ = ["small_machines", "starter"]
 
 ENDLESS = ["--training.steps=100000", "--lr_schedule.decay=none", "--checkpoint.interval_steps=1"]
 

@@ -192,8 +192,6 @@ def test_a_tensor_that_comes_twice_below_all_trained_layers_stays_one():
 
 
 # Nets as people write them: vision, encoders, recurrent, parametrised; each trains as its plain loop does.
-
-
 ADAMW = partial(OurAdamW, lr=0.01)
 WORDS, LENGTH, UNITS = 13, 6, 8
 

@@ -69,8 +69,6 @@ def test_outputs_are_joined_leaf_by_leaf():
 
 
 # Layers draw from seeds of their own: repeatable, apart from PyTorch's default generator and from other threads.
-
-
 DRAWS = {
     "dropout": lambda x: functional.dropout(x, 0.5),
     "alpha dropout": lambda x: functional.alpha_dropout(x, 0.5, True),

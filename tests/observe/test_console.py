@@ -94,9 +94,6 @@ def test_continuations_follow_their_line_and_cannot_command_the_terminal():
     assert stream.getvalue().splitlines()[1:] == ["one", "          prompt» and\\x1b[31m", "          more", "b»"]
 
 
-# The times of several machines in a record: each machine's own, the slowest named, on the console and in the file.
-
-
 def machine(name, **times):
     usual = MachineTimes(name, 2.0, 0.0, 1.0, 0.5, 0.1, 0.2, 40.0)
     return replace(usual, **times)

@@ -8,11 +8,8 @@ import torch
 
 from tests.support.pages import example
 from tests.support.reference import Reference
-from tests.support.small_run import ASYNC, PREDICT, SmallRuns, small_runs  # noqa: F401  (a fixture)
-from tests.support.toy import MAX_NORM, toy_batches, toy_model, toy_store, train
-from torchround.engine.device import CpuDevice
-from torchround.engine.engine import Engine
-from torchround.engine.settings import EngineSettings
+from tests.support.small_run import ASYNC
+from tests.support.toy import toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.optim import make_optimizer
 from torchround.planning.partition import Partition
 
@@ -45,9 +42,7 @@ def test_the_engine_trains_with_it_as_a_plain_loop_does():
     store = toy_store(model, optimizer=make_optimizer(table))
     loop = Reference.of(model, store, PlainLion)
     batches = toy_batches(4, 3)
-    partition = Partition((4,), 3, (4,))
-    settings = EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0)
-    with Engine(model, store, [CpuDevice(0), CpuDevice(1)], partition, optimizer=table, settings=settings) as engine:
+    with toy_engine(Partition((4,), 3, (4,)), 2, model=model, store=store, optimizer=table) as engine:
         losses = train(engine, batches)
     assert losses == pytest.approx(loop.train(batches), rel=1e-5)
     momenta = {name for name in store.named_views() if name.startswith("momentum/")}
@@ -58,7 +53,7 @@ def test_the_engine_trains_with_it_as_a_plain_loop_does():
 @pytest.mark.parametrize(
     "flags", [(BF16, COMPACT, ASYNC), *(pytest.param(f, marks=NIGHT) for f in [(), (BF16, ASYNC)])]
 )
-def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs, flags):  # noqa: F811
+def test_a_resumed_run_gives_the_bits_of_a_whole_one(small_runs, flags):
     assert small_runs("whole", LION, *flags, "--checkpoint.interval_steps=3") == 0
     assert small_runs.saved("whole") == [3, 5]
     state = small_runs.state("whole")

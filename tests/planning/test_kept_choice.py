@@ -160,9 +160,6 @@ def test_a_plan_of_least_host_memory_is_found_where_its_limit_is_tight():
     assert make_plan(costs, 2, 8, "sync", 1, limits, keep=KeepRule("all")).host_activation_bytes <= 1360
 
 
-# Keeping activations never shortens the longest sequence that fits: the planner keeps only what there is room for.
-
-
 @pytest.mark.parametrize(
     "config", by_night(["qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora"])
 )

@@ -141,9 +141,6 @@ def test_frozen_tied_and_summed_parameters_cost_what_they_hold():
     assert host_state(counts, "sync", 2, 2, 2, FULL).gradient_bytes == 4 * 900 + 4 * 100 + 3 * page
 
 
-# The stages of passes whose layers must stay with their devices.
-
-
 @st.composite
 def cases(draw):
     forward = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=5)))

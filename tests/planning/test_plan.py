@@ -216,9 +216,6 @@ def test_arguments_that_no_plan_can_be_made_for_are_refused(changed, message):
         make_plan(model, **{"num_devices": 1, "num_micro_batches": 4, **changed})
 
 
-# A plan as data.
-
-
 @pytest.fixture(scope="module")
 def plan():
     return make_plan(published_costs("qwen3_1_7b"), 8, 16, "sync", 1)
@@ -266,9 +263,6 @@ def test_a_plan_with_invalid_values_is_refused(plan, key):
         (table if key in table else table["stages"][-1])[key] = value
         with pytest.raises(PlanError, match=f"{key}|lacks"):
             Plan.from_json(json.dumps(table))
-
-
-# Of plans that are about as fast, the one of least host memory is chosen.
 
 
 @given(

@@ -232,9 +232,6 @@ def test_auto_keeps_nothing_if_copies_take_the_time_of_processors_or_memory_has_
     assert bool(plan_for(narrow).kept) is is_kept
 
 
-# Several machines before a run: wire times of the published models, shares of the batch, and memory of each machine.
-
-
 # Seven layers of 4 MiB parameters each, and who uses them.
 LAYERS = ParameterCounts(tuple(BundleCount((4 * MIB,), (index,)) for index in range(7)))
 
@@ -289,9 +286,6 @@ def test_faster_networks_never_make_longer_steps():
     steps = [machine_step_seconds(question, plan, rate) for rate in rates]
     assert sorted(steps, reverse=True) == steps and steps[-1] == pytest.approx(plan.step_s)
     assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES
-
-
-# Shares of several machines: together they are one machine's step, and owners are balanced.
 
 
 @pytest.mark.parametrize(("num_machines", "rounds"), [(1, 3), (2, 2), (3, 1), (4, 3)])

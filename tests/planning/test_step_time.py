@@ -119,8 +119,6 @@ def test_a_stage_costs_its_layers_and_recomputes_where_it_must(costs, partition,
 
 
 # Waits for the link: what keeping adds to a stage beside the transfers that it has anyway.
-
-
 def blocks(kept_bytes, boundary_bytes=0, weight_bytes=0):
     parts = (KeptCost("down", kept_bytes, 0.5),)
     block = LayerCost("block", 1.0, 2.0, weight_bytes=weight_bytes, boundary_bytes=boundary_bytes, keepable=parts)

@@ -7,11 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.small_run import ASYNC, around_forward, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, around_forward, before_step, interrupt
 from torchround.optim import SpikeBounds
 from torchround.run import engine_parts
-
-__all__ = ["small_runs"]
 
 MICRO_BATCHES = 4
 STEPS = 15

@@ -3,11 +3,9 @@
 import torch
 from safetensors.torch import load_file
 
-from tests.support.small_run import STEPS, small_runs, stop_after
+from tests.support.small_run import STEPS, stop_after
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.engine.store.bundles import OLDER_WEIGHTS
-
-__all__ = ["small_runs"]
 
 BOUNDED = ("--engine.update=bounded", "--training.clip=layer", "--training.max_norm=0.5")
 STALE = "--engine.stale_layers=2"

@@ -11,13 +11,10 @@ from tests.support.small_run import (
     STEPS,
     UNCORRECTED,
     fp32_weights,
-    shared_runs,
-    small_runs,
     stop_before_the_first_step,
 )
 from torchround.checkpoint.folders import checkpoint_name
 
-__all__ = ["shared_runs", "small_runs"]
 pytestmark = pytest.mark.thorough
 
 BFLOAT16 = "--training.dtype=bfloat16"

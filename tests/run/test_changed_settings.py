@@ -5,10 +5,8 @@ import json
 import pytest
 
 from tests.support.hostile_cases import forge_file
-from tests.support.small_run import ASYNC, TWO_ROUNDS, small_runs, stop_after
+from tests.support.small_run import ASYNC, TWO_ROUNDS, stop_after
 from torchround.checkpoint.folders import checkpoint_name
-
-__all__ = ["small_runs"]
 
 
 def without(small_runs, *path, step):

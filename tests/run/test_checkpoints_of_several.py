@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.support.machines import run_machines
-from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, small_runs, stop_after, tensors_in
+from tests.support.small_run import ASYNC, COMPACT, STEPS, files_of, fp32_weights, stop_after, tensors_in
 from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
@@ -18,8 +18,6 @@ from torchround.engine.store.host_store import HostStore
 from torchround.planning.update_modes import MODES
 from torchround.run.checkpoints import RunCheckpoints, given_folder
 from torchround.run.run_folder import RunFolder
-
-__all__ = ["small_runs"]
 
 BYTES_VOCABULARY = 259
 

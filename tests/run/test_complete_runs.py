@@ -1,8 +1,6 @@
 """A complete run that is asked for again: it says so, and which settings nothing was trained with."""
 
-from tests.support.small_run import ASYNC, small_runs
-
-__all__ = ["small_runs"]
+from tests.support.small_run import ASYNC
 
 COMPLETE = "the run is complete after 5 steps; nothing to do"
 # What a change says, by the change.
@@ -30,9 +28,3 @@ def test_a_complete_run_is_left_as_it_is_and_names_what_has_changed(small_runs, 
         assert COMPLETE in capsys.readouterr().out and said in caplog.text
         assert bool(said) == ("was made with other settings" in caplog.text), caplog.text
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-
-
-def test_more_steps_train_on(small_runs, caplog):
-    assert small_runs("run") == 0
-    assert small_runs("run", "--training.steps=6", "--optimizer.lr=5e-3") == 0
-    assert small_runs.saved("run")[-1] == 6 and "optimizer.lr 0.01 -> 0.005" in caplog.text

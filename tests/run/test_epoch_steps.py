@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.small_run import files_of, small_runs, stop_after, write_text
+from tests.support.small_run import files_of, stop_after, write_text
 from torchround.commands.train_model import steps_of_epochs
 from torchround.config import load_config
 from torchround.data import Loader, build_tokenizer
 from torchround.run.run_folder import RunFolder
-
-__all__ = ["small_runs"]
 
 DERIVED = "--training.steps=none"
 TWO_EPOCHS = (DERIVED, "--data.epochs=2")

@@ -1,8 +1,6 @@
 """The first steps measure, the plan that comes of it stays, and no loss depends on that or on links in turns."""
 
-from tests.support.small_run import ASYNC, STEPS, small_runs, stop_after
-
-__all__ = ["small_runs"]
+from tests.support.small_run import ASYNC, STEPS, stop_after
 
 PLANNED = "--engine.plan=none"
 LONGER = f"--training.steps={STEPS + 2}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import torchround.run.numbers
-from tests.support.small_run import TIED, files_of, small_runs
+from tests.support.small_run import TIED, files_of
 from torchround.commands import plan_run, train_model
 from torchround.config import EngineTable, PlanTable, TrainingTable, load_config
 from torchround.models import FAMILIES
@@ -16,8 +16,6 @@ from torchround.planning.plan_report import plan_for
 from torchround.planning.rates import RATES
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, given_plan, run_question
-
-__all__ = ["small_runs"]
 
 KEYS = [
     *("--engine.plan=none", "--engine.rounds=2", "--engine.recompute=layer", "--engine.update=async"),

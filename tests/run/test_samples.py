@@ -3,15 +3,12 @@
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from tests.support.batch_contents import TEMPLATE
-from tests.support.small_run import ASYNC, small_runs, stop_after
+from tests.support.small_run import ASYNC, stop_after
 from torchround.commands.try_model import main as try_model
 from torchround.engine.engine import Engine
-
-__all__ = ["small_runs"]
 
 VALIDATED = ("--validation.interval_steps=2", "--data.validation_fraction=0.2", "--validation.max_batches=2")
 PROMPTS = ("--validation.prompts=['ab cd', 'a much longer prompt than the first']", "--validation.prompt_tokens=7")
@@ -78,18 +75,3 @@ def test_logits_that_are_not_numbers_are_one_warning_and_no_end_of_the_run(small
     assert small_runs("run", *VALIDATED, *PROMPTS) == 0
     assert not samples(small_runs, "run")
     assert caplog.text.count("validation.prompts are not continued") == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--validation.prompts=['a']",), "validation.prompts, validation.interval_steps: "),
-        ((*VALIDATED, "--validation.prompts=['']"), "validation.prompts[0]: "),
-        ((*VALIDATED, "--validation.prompts=a"), "input should be a valid tuple"),
-        ((*VALIDATED, *PROMPTS, "--validation.prompt_tokens=0"), "validation.prompt_tokens: given 0"),
-    ],
-)
-def test_prompts_that_cannot_be_continued_are_one_message(small_runs, capsys, arguments, message):
-    assert small_runs("run", *arguments) == 2
-    assert message in capsys.readouterr().err
-    assert not small_runs.path("run").exists()

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from tests.support.borrowed_toys import write_toy
-from tests.support.small_machines import ended, small_machines, starter
+from tests.support.small_machines import ended
 from tests.support.small_run import STEPS
 from torchround.checkpoint.folders import checkpoint_name
-
-__all__ = ["small_machines", "starter"]
 
 BF16 = "--training.dtype=bfloat16"
 ASYNC = "--engine.update=async"

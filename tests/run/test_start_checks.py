@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import torchround.run.checkpoints
-from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED, small_runs
+from tests.support.small_run import ASYNC, BOUNDED, COMPACT, STEPS, TIED
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
 from torchround.checkpoint.checkpointer import MOST_WAIT_S, RETRY_S, save_with_patience
 from torchround.commands import train_model
@@ -20,8 +20,6 @@ from torchround.optim.formats import BLOCK
 from torchround.planning.run_question import ONE_MACHINE
 from torchround.run.run_folder import checkpoint_bytes
 from torchround.run.several_machines import RunMachines
-
-__all__ = ["small_runs"]
 
 
 def disk_of(monkeypatch, free_bytes):
@@ -68,9 +66,6 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused(small_runs, monkeypat
     assert small_runs("complete", *longer) == 0
     disk_of(monkeypatch, None)
     assert small_runs("elsewhere", "--training.steps=1") == 0, "a file system that does not say what is free"
-
-
-# The last save.
 
 
 def full_for(tries):

@@ -5,11 +5,9 @@ import signal
 
 import pytest
 
-from tests.support.small_run import ASYNC, BOUNDED, before_step, interrupt, small_runs, write_text
+from tests.support.small_run import ASYNC, BOUNDED, before_step, interrupt, write_text
 from torchround.observe.run_page import read_run
 from torchround.run.step_meter import StepMeter
-
-__all__ = ["small_runs"]
 
 VALIDATED = ("--validation.interval_steps=1", '--validation.sources=[{ path = "text.jsonl" }]')
 SPARSE = "--metrics.log_every_steps=4"

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from tests.support.small_run import before_step, small_runs
+from tests.support.small_run import before_step
 from torchround import accelerators
 from torchround.accelerators import AcceleratorKind, CudaKind, accumulating_in_fp16, deterministic_operations
 from torchround.models import FAMILIES
-
-__all__ = ["small_runs"]  # the fixture
 
 ON = ("--training.dtype=float16", "--training.fp16_accumulation=true")
 
@@ -44,9 +42,6 @@ def test_a_card_with_sums_in_float16_gives_no_products_in_float32():
         assert is_on() and not kind.has_float32_products(torch.float16)
         assert kind.has_float32_products(torch.bfloat16)
     assert not is_on()
-
-
-# A fixed order.
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -6,12 +6,9 @@ import threading
 import pytest
 import torch
 
-from tests.support.small_run import small_runs
 from torchround.config import EngineTable
 from torchround.engine.device import CpuDevice
 from torchround.run.hardware import MOST_VIRTUAL_DEVICES, find_hardware
-
-__all__ = ["small_runs"]
 
 # Sums over 1024 tokens, and 1024 x 56 activations whose third and fourth part do not end at a vector register.
 CONFIG = """

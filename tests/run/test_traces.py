@@ -3,9 +3,7 @@
 import json
 from collections import Counter
 
-from tests.support.small_run import ASYNC, TWO_ROUNDS, small_runs
-
-__all__ = ["small_runs"]
+from tests.support.small_run import ASYNC, TWO_ROUNDS
 
 RUN = (ASYNC, TWO_ROUNDS, "--lora.rank=2", '--lora.targets=["q_proj", "down_proj"]')
 ROUNDS, MICRO_BATCHES, DEVICES = 2, 4, 2

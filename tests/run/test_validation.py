@@ -8,13 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.small_run import ASYNC, PREDICT, small_runs, stop_after
+from tests.support.small_run import ASYNC, PREDICT, stop_after
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands.manage_checkpoints import main as manage
 from torchround.run.validation import RunValidation, ValidationProgress, best_of, kept_losses
-
-__all__ = ["small_runs"]
 
 VALIDATED = ("--validation.interval_steps=1", '--validation.sources=[{ path = "text.jsonl" }]')
 LONG = (*VALIDATED, "--training.steps=9", "--lr_schedule.decay=none")
@@ -40,9 +38,6 @@ def test_every_validation_of_a_run_that_predicts_is_of_the_weights_that_its_chec
         start = f"--checkpoint.load_path={small_runs.path('run') / 'checkpoints' / checkpoint_name(step)}"
         assert small_runs(f"from-{step}", *predicts, *idle, start) == 0
         assert small_runs.steps(f"from-{step}")[0]["validation_loss"] == validated[step]
-
-
-# The best checkpoint.
 
 
 def test_the_best_checkpoint_is_kept_listed_and_exported(small_runs, losses, capsys):
@@ -103,9 +98,6 @@ def test_a_damaged_checkpoint_is_no_candidate(small_runs, losses):
     assert kept_losses(checkpointer) == {1: 5.0, 2: 4.0, 3: 2.0, 9: 3.0}
     (checkpointer.folder / checkpoint_name(3) / "state.json").write_text("{}")
     assert kept_losses(checkpointer) == {1: 5.0, 2: 4.0, 9: 3.0}
-
-
-# Patience.
 
 
 def test_patience_ends_a_run_and_a_resumed_one_at_the_same_step(small_runs, losses, capsys):

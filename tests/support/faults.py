@@ -110,9 +110,6 @@ def before(patch, owner, name, bomb, when=lambda *_, **options: True):
     patch.setattr(owner, name, fused)
 
 
-# Faults of order.
-
-
 class Unordered(Observer):
     """A place that orders nothing: there is "no wait", or an "empty event", or the "stale event" of the time before.
 
@@ -138,8 +135,6 @@ class Unordered(Observer):
 
 
 # Hangs: a blocked thread stays so until the test is over, and no watchdog looks before it blocks.
-
-
 @pytest.fixture
 def planted(monkeypatch):
     """Make an event that a test sets once the fault has happened and a thread waits. The watchdog looks from then on."""

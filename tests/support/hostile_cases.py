@@ -179,9 +179,6 @@ def _meant(event, path):
     return os.path.join(os.path.realpath(folder), name) if event in _NAMES else os.path.realpath(path)
 
 
-# Forged files of safetensors.
-
-
 def forge_header(content, change, length=None):
     """Return a tensor file with another header: what `change(entries)` returns, or the entries that it has changed."""
     end = 8 + int.from_bytes(content[:8], "little")
@@ -204,8 +201,6 @@ def renamed_to(name):
 
 
 # Forged checkpoints, with checksums that fit.
-
-
 def forge_manifest(path, change):
     content = json.loads((path / "manifest.json").read_text())
     del content["xxh3_128"]

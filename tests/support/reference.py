@@ -320,9 +320,6 @@ def _square(gradient):
     return float(flat[:whole].view(-1, ROW).sum(dim=1).sum() + flat[whole:].sum())
 
 
-# Number formats.
-
-
 def adamw_moments(first, second, gradient, lr, betas, eps, number):
     """Return the moments after update `number`, counted from 1, and a function that gives the step of moments."""
     one, (beta1, beta2) = np.float32, betas

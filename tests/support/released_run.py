@@ -6,11 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.small_run import tensors_in, working_folder
+from tests.support.small_run import tensors_in
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.config.validate import RawConfig, validate
-
-__all__ = ["working_folder"]
 
 CONFIG = """
 model = { family = "llama3", hf_path = "release" }

@@ -183,9 +183,6 @@ def load_model(folder):
     return model.eval()
 
 
-# Packed numbers.
-
-
 def pack(tensors, quantised):
     """Quantise the matrices that a release quantises, in place. Returns all tensors with the numbers they stand for."""
     method = quantised.get("quant_method")

@@ -41,9 +41,6 @@ def shared(store, group, unlike_bytes=0):
     return device_weights(store), sent, own * len(group.peers) + unlike_bytes
 
 
-# At the start.
-
-
 @pytest.mark.parametrize(("mode", "num_machines"), [("async", 2), ("predict", 3)])
 def test_every_machine_starts_with_the_weights_of_one(mode, num_machines):
     """Older versions that differ from the newest, as after a resume, arrive too; the step may be odd."""
@@ -89,9 +86,6 @@ def test_frozen_weights_travel_only_where_they_differ(tmp_path):
             assert sent == expected_bytes
 
 
-# After updates.
-
-
 class LateWeights(Observer):
     def __init__(self, num_steps):
         # All are made here: threads that ask for a missing one at the same time would each make their own.
@@ -126,9 +120,6 @@ def test_a_spike_skips_the_step_on_all_machines():
     alone = row.alone().run()
     assert 0 < sum(alone.skipped) < len(BATCHES)
     assert_same(row.run_all(), alone)
-
-
-# Rewritten for a validation.
 
 
 def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine():

@@ -31,9 +31,6 @@ def frozen_model(*trainable):
     return model
 
 
-# Where things lie.
-
-
 def test_views_are_the_stores_memory_and_cover_all_of_it_except_padding():
     store = toy_store(toy_model(), mode=ASYNC)
     for bundle in store.bundles:
@@ -56,9 +53,6 @@ def test_every_parameter_is_aligned_for_vector_loads_and_copies():
         # 256 bytes in 16 bits from the start of the buffer, and so in a device's slot.
         assert all(start % 128 == 0 for start, _ in places) and bundle.numel % 128 == 0
         assert all(buffer.data_ptr() % 64 == 0 for buffer in buffers(bundle))
-
-
-# How often things are stored.
 
 
 def test_frozen_parameters_have_neither_gradients_nor_optimizer_state_nor_versions():
@@ -128,9 +122,6 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else():
     assert not any(torch.equal(other[name], reference[name]) for name in reference if "norm" not in name)
     tied = toy_store(toy_model(tied=True)).weights()
     assert_same_state(tied, {name: reference[name] for name in tied})
-
-
-# Written and read back.
 
 
 def copy_of(store):

@@ -96,9 +96,6 @@ def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype
     assert {bundle.weight.dtype for bundle in store.owned} == {torch.float32}
 
 
-# Segments.
-
-
 def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter():
     model = toy_model()
     store = toy_store(model, BF16, optimizer=make_optimizer(AdamWTable(state="compact")))
