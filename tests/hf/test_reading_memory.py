@@ -16,7 +16,7 @@ FAMILY = FAMILIES["llama3"]
 SIZES = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "ffn_size": 4437}
 CONFIG = FAMILY.config_from_flavor("debug", num_layers=6, vocab_size=8000, **SIZES)  # 117 M parameters
 # All of its matrices are cut into whole groups, and a tenth of its packed weights is more than a piece of 8 MiB.
-PACKED_CONFIG = FAMILY.config_from_flavor("debug", num_layers=12, vocab_size=8000, **SIZES | {"ffn_size": 4352})
+PACKED_CONFIG = FAMILY.config_from_flavor("debug", num_layers=3, vocab_size=8000, **SIZES | {"ffn_size": 17408})
 
 
 def read_packed_weights(base):
