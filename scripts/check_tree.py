@@ -31,7 +31,7 @@ TOP_LEVEL = frozenset(
 )
 
 # What each room may import besides itself. `commands` and the package's own names may import every room.
-BELOW_ENGINE = {"config", "errors", "layer", "planning", "untrusted"}
+BELOW_ENGINE = {"config", "errors", "layer", "packed_formats", "planning", "untrusted"}
 BELOW_RUN = BELOW_ENGINE | set(
     "accelerators optim data checkpoint hf observe engine machines generation".split()
 )
@@ -40,10 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accelerators": set(),
     "errors": set(),
     "layer_work": set(),
-    "layer": {"accelerators", "layer_work", "untrusted"},
+    "layer": {"accelerators", "layer_work", "packed_formats", "untrusted"},
     "keeping": set(),
     "packed_formats": {"optim"},
-    "models": {"accelerators", "keeping", "layer", "untrusted"},
+    "models": {"accelerators", "keeping", "layer", "packed_formats", "untrusted"},
     "config": {"planning", "untrusted"},
     "planning": {"layer_work", "untrusted"},
     "machines": {"config", "untrusted"},
@@ -62,7 +62,7 @@ KNOW_MODELS = {"commands", "models", "__init__"}
 IMPURE = frozenset(
     "torch threading multiprocessing concurrent asyncio subprocess io os pathlib shutil tempfile glob".split()
 )
-MODEL_IMPORTS = {"accelerators", "keeping", "layer", "untrusted"}
+MODEL_IMPORTS = {"accelerators", "keeping", "layer", "packed_formats", "untrusted"}
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 STATEFUL_CALLS = frozenset(
     "list dict set bytearray defaultdict deque Counter OrderedDict count Lock RLock Condition Event Semaphore local"

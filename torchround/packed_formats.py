@@ -43,8 +43,6 @@ NF4_LEVELS = (
 )
 NF4_LEAST = 1e-38  # bitsandbytes' smallest divisor, for groups of zeros and of denormal numbers
 E4M3_LARGEST = 448.0
-# Tables of bytes, by their name and device.
-TABLES: dict[tuple[str, torch.device], Tensor] = {}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -179,7 +177,7 @@ class PackedPlace:
         # This room is below that of models, which is below that of optimizers.
         from torchround.optim.kernel import RangeThreads
 
-        assert numbers.is_contiguous() and self.codes.device.type == "cpu"
+        assert numbers.is_contiguous(), "compiled loops take whole buffers"
         function = library[f"pack_{self.format.name}_{DTYPES[numbers.dtype]}"]
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (numbers, self.codes, self.scales)]
         stop, chunk = ctypes.c_int64(numbers.numel()), ctypes.c_int64(PIECE)
@@ -252,14 +250,9 @@ def nf4_bounds() -> list[float]:
     return ((levels[:-1] + levels[1:]) / 2).tolist()
 
 
+@cache
 def _table(name: str, device: torch.device) -> Tensor:
-    """Find the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
-    if (name, device) not in TABLES:
-        TABLES[name, device] = _made_table(name).to(device)
-    return TABLES[name, device]
-
-
-def _made_table(name: str) -> Tensor:
+    """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
     byte = torch.arange(256, dtype=torch.uint8)
     low, high = (byte & 15).int(), (byte >> 4).int()
     if name == "nf4":
@@ -268,7 +261,7 @@ def _made_table(name: str) -> Tensor:
         table = torch.tensor(E2M1_VALUES, dtype=torch.float32)[torch.stack((low, high), 1)]
     else:
         table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
-    return table
+    return table.to(device)
 
 
 @cache

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import forward as reader
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -111,11 +113,8 @@ def test_packed_weights_are_read_and_exported_as_what_transformers_makes_of_them
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if "compressed" in name])
 def test_the_reader_of_compressed_tensors_makes_the_same_numbers(name, hf, tmp_path):
-    why = "the package compressed-tensors, of the extra `test`, is missing"
-    package = pytest.importorskip("compressed_tensors.quantization", reason=why)
-    reader = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward", reason=why)
     release, _ = packed_release(hf, tmp_path / "release", name)
-    settings = package.QuantizationArgs(**FORMATS[name][1]["config_groups"]["group_0"]["weights"])
+    settings = QuantizationArgs(**FORMATS[name][1]["config_groups"]["group_0"]["weights"])
     released, compared = load_file(release.folder / SINGLE), 0
     with TensorFiles() as files:
         for tensor in read_numbers(release.folder).values():

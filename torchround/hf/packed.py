@@ -12,6 +12,7 @@ is decoded piece by piece as it is read: `number = round(fp32(code) * scale)`, a
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,7 @@ SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 
 @dataclass(frozen=True)
-class PackedTensor(StoredTensor):
+class PackedTensor(StoredTensor, ABC):
     """A weight of type BF16 that files hold as codes and scales, the first two of `packed`. `begin` counts its own bytes."""
 
     packed: tuple[StoredTensor, ...]
@@ -52,13 +53,13 @@ class PackedTensor(StoredTensor):
     def parts(self) -> tuple[StoredTensor, ...]:
         return self.packed
 
+    @abstractmethod
     def packs_as(self, packed: PackedFormat) -> bool:
         """Tell whether `packed` has the same codes and scales, so that they need no rounding."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_packed(self, files: TensorFiles, place: PackedPlace) -> None:
         """Fill `place`, of a format that it `packs_as`, with codes and scales. Raises `HFError`."""
-        raise NotImplementedError
 
     def _scales(self, files: TensorFiles, first: int, count: int) -> Tensor:
         """Read `count` scales from number `first` on. Raises `HFError` for one that is not a finite number."""
