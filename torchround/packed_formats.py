@@ -16,7 +16,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -44,8 +44,6 @@ NF4_LEVELS = (
 NF4_LEAST = 1e-38  # bitsandbytes' smallest divisor, for groups of zeros and of denormal numbers
 E4M3_LARGEST = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# By the name of a code and the device.
-TABLES: dict[tuple[str, torch.device], Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ class PackedFormat:
     group: int
     code_bits: int
     scale_dtype: torch.dtype
+    # Tables that `unpack` has made, by code and device.
+    tables: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def nbytes(self, numel: int) -> int:
         assert numel % UNIT == 0, f"{numel} elements are no multiple of {UNIT}"
@@ -83,8 +83,8 @@ class PackedFormat:
 
         What a byte stands for is looked up. Compilers cut longer arithmetic into kernels with fp32 buffers between them.
         """
-        table = _table(self.name, numbers.device)
-        factors = _table("ue8m0", numbers.device) if self.scale_dtype == torch.uint8 else None
+        table = _table(self.tables, self.name, numbers.device)
+        factors = _table(self.tables, "ue8m0", numbers.device) if self.scale_dtype == torch.uint8 else None
         size = PIECE if numbers.device.type == "cpu" else DEVICE_PIECE
         if torch.compiler.is_compiling():
             size = numbers.numel()
@@ -177,12 +177,12 @@ def nf4_bounds() -> list[float]:
     return ((levels[:-1] + levels[1:]) / 2).tolist()
 
 
-def _table(name: str, device: torch.device) -> Tensor:
+def _table(tables: dict[tuple[str, torch.device], Tensor], name: str, device: torch.device) -> Tensor:
     """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales.
 
     Compiled code finds the tables that `unpack` has made before; otherwise it makes them anew in each call.
     """
-    found = TABLES.get((name, device))
+    found = tables.get((name, device))
     if found is not None:
         return found
     byte = torch.arange(256, dtype=torch.uint8)
@@ -195,7 +195,7 @@ def _table(name: str, device: torch.device) -> Tensor:
         table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
     table = table.to(device)
     if not torch.compiler.is_compiling():
-        TABLES[name, device] = table
+        tables[name, device] = table
     return table
 
 
