@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import train
 from tests.support.borrowed_toys import write_toy
-from tests.support.released_run import saved, write_lines
+from tests.support.released_run import exported_by_hand, run, saved, write_lines
 from tests.support.small_run import fp32_weights
 from torchround.checkpoint.folders import checkpoint_name
-from torchround.commands import configured_model, export_hf, plan_run
+from torchround.commands import configured_model, plan_run
 from torchround.config import parse_command_line
 from torchround.layer import may_compile
 
@@ -88,18 +87,6 @@ def change_config(folder, **changes):
     (folder / "release" / "config.json").write_text(json.dumps(content))
 
 
-def run(name, *overrides):
-    return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
-
-
-def exported(name, folder, *options, step=3):
-    checkpoint = folder / "outputs" / name / "checkpoints" / checkpoint_name(step)
-    target = folder / f"{name} {step} {' '.join(options)}"
-    own = ("--config", str(checkpoint.parents[1] / "config.toml"))
-    assert export_hf.main([str(checkpoint), str(target), *own, *options]) == 0
-    return target
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in BY_DEFAULT else pytest.mark.nightly) for case in RUNS]
 )
@@ -118,7 +105,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_wh
     assert any(part.endswith("_scale") for part in parts_of_state) == (COMPACT in settings)
     if "adapters" in case:
         return
-    target = exported("whole", folder)
+    target = exported_by_hand("whole", folder)
     theirs, base = load_file(target / SINGLE), load_file(folder / "release" / SINGLE)
     assert theirs.keys() == base.keys() and not any(torch.equal(theirs[name], base[name]) for name in base)
     numbers = torch.cat([tensor.flatten() for tensor in fp32_weights(whole).values()])
@@ -146,7 +133,7 @@ def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained
     take(folder, releases(kind))
     adapted = (*ADAPTED, *more)
     assert run("read", *adapted) == 0
-    merged, adapters = exported("read", folder), exported("read", folder, "--adapters")
+    merged, adapters = exported_by_hand("read", folder), exported_by_hand("read", folder, "--adapters")
     base = AutoModelForCausalLM.from_pretrained(folder / "release")
     tokens = torch.arange(12)[None]
     before = base(tokens).logits
@@ -178,7 +165,7 @@ def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained
     mapped = saved(folder, "mapped")
     assert mapped.keys() < read.keys()
     assert all(torch.equal(mapped[key], read[key]) for key in mapped)
-    first, second = (load_file(target / SINGLE) for target in (merged, exported("mapped", folder)))
+    first, second = (load_file(target / SINGLE) for target in (merged, exported_by_hand("mapped", folder)))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 

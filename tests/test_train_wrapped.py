@@ -10,13 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-import train
 from tests.support import model_tools
-from tests.support.released_run import saved, write_lines
+from tests.support.released_run import exported_by_hand, run, saved, write_lines
 from tests.support.small_run import tensors_in
 from tests.support.toy_decoders import toy_config, toy_decoder
 from torchround.checkpoint.folders import checkpoint_name
-from torchround.commands import export_hf
 from torchround.commands.configured_model import open_saved_model
 from torchround.config import parse_command_line
 
@@ -68,18 +66,6 @@ def folder(working_folder, kind):
     return working_folder
 
 
-def run(name, *overrides):
-    return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
-
-
-def exported(name, folder, *options):
-    checkpoint = folder / "outputs" / name / "checkpoints" / checkpoint_name(2)
-    target = folder / f"{name} {' '.join(options)}"
-    own = ("--config", str(checkpoint.parents[1] / "config.toml"))
-    assert export_hf.main([str(checkpoint), str(target), *own, *options]) == 0
-    return target
-
-
 def logits_of_layers(name, batch):
     """Return the logits of the trained layers, from the checkpoint alone."""
     checkpoint = Path("outputs") / name / "checkpoints" / checkpoint_name(2)
@@ -101,7 +87,7 @@ def test_a_resumed_run_trains_the_text_and_its_export_is_the_whole_release(kind,
     assert run("parts") == 0
     whole, parts = saved(folder, "whole", 2), saved(folder, "parts", 2)
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
-    target = exported("whole", folder)
+    target = exported_by_hand("whole", folder, step=2)
     theirs, base = tensors_in(target), tensors_in(folder / "release")
     assert theirs.keys() == base.keys()
     same = {name for name in base if torch.equal(theirs[name], base[name])}
@@ -126,7 +112,7 @@ def test_adapters_are_found_in_the_whole_model_and_in_its_text_alone(kind, folde
     from peft import PeftModel
 
     assert run("adapted", *ADAPTED) == 0
-    merged, adapters = exported("adapted", folder), exported("adapted", folder, "--adapters")
+    merged, adapters = (exported_by_hand("adapted", folder, *more, step=2) for more in ((), ("--adapters",)))
     base = AutoModelForImageTextToText.from_pretrained(folder / "release")
     before = base(TOKENS).logits
     adapted = PeftModel.from_pretrained(base, adapters).eval()

@@ -225,19 +225,26 @@ def test_a_trace_shows_copies_of_the_step_before_that_overlap_it(tmp_path):
     assert "gradients" in {span["cat"] for span in spans if span["step"] == TRACED - 1}
 
 
+def traced_steps(traces, devices, store, steps, collects=True, evaluates=False):
+    with Engine(toy_model(), store, devices, PARTITION, optimizer=OPTIMIZER) as engine:
+        traces.start()
+        for step in steps:
+            if evaluates:
+                engine.evaluate(BATCHES[0])
+            traces.before_dispatch(step)
+            done = engine.forward_backward(BATCHES[step - 1])
+            engine.step(1e-2)
+            done.collect()
+            if collects:
+                traces.add(done)
+
+
 def test_a_trace_that_was_written_at_an_engine_s_end_stays_as_it_is(tmp_path):
     """A run that measures its plan goes on with another engine."""
-    model, device = toy_model(), CpuDevice(0)
-    store = toy_store(model)
-    traces, files = StepTraces(TraceTable(steps=(1,)), tmp_path, [device], total_steps=2), []
-    for step, micro_batches in enumerate(BATCHES[:2]):
-        with Engine(model, store, [device], PARTITION, optimizer=OPTIMIZER) as engine:
-            traces.start()
-            traces.before_dispatch(step + 1)
-            result = engine.forward_backward(micro_batches)
-            engine.step(1e-2)
-            result.collect()
-            traces.add(result)
+    store, devices = toy_store(toy_model()), [CpuDevice(0)]
+    traces, files = StepTraces(TraceTable(steps=(1,)), tmp_path, devices, total_steps=2), []
+    for step in (1, 2):
+        traced_steps(traces, devices, store, [step])
         traces.finish()
         files.append((tmp_path / "step-1.json").read_text())
     assert files[0] == files[1]
@@ -261,33 +268,17 @@ def test_steps_in_a_row_share_a_file_with_all_of_their_updates_and_tracing_chang
 
 
 def test_traces_of_an_engine_that_fails_stop_the_profiler_and_keep_no_copies(tmp_path):
-    model = toy_model()
     devices = [CpuDevice(0)]
     traces = StepTraces(TraceTable(steps=(2,), profiler=True), tmp_path, devices, total_steps=4)
-    with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
-        traces.start()
-        for step in (1, 2):
-            engine.evaluate(BATCHES[0])
-            traces.before_dispatch(step)
-            done = engine.forward_backward(BATCHES[0])
-            engine.step(1e-2)
-            done.collect()
-        assert set(traces._copies) == {1}
+    traced_steps(traces, devices, toy_store(toy_model()), (1, 2), collects=False, evaluates=True)
+    assert set(traces._copies) == {1}
     traces.finish()
     assert traces._profile is None and not traces._copies
     assert [path.name for path in tmp_path.iterdir()] == ["step-2-profiler.json"]
 
 
 def test_copies_of_steps_that_no_trace_needs_are_not_remembered(tmp_path):
-    model = toy_model()
     devices = [CpuDevice(0)]
     traces = StepTraces(TraceTable(steps=(1,)), tmp_path, devices, total_steps=4)
-    with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
-        traces.start()
-        for step, micro_batches in enumerate(BATCHES):
-            traces.before_dispatch(step + 1)
-            done = engine.forward_backward(micro_batches)
-            engine.step(1e-2)
-            done.collect()
-            traces.add(done)
-        assert not traces._copies
+    traced_steps(traces, devices, toy_store(toy_model()), range(1, 5))
+    assert not traces._copies

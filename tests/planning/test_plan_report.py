@@ -186,16 +186,14 @@ def keeping_costs(tokens, sequences, accumulate_bytes):
     return Costs((*blocks, LayerCost("head", 1.0, 2.0, MIB, 2 * MIB, MIB)))
 
 
-KEEPING = RunQuestion(
+KEEPING = replace(
+    QUESTION,
     costs_for=keeping_costs,
     parameters=ParameterCounts((BundleCount((1000,)),)),
-    updates=FULL,
     seq_len=1024,
     global_batch_size=8,
     micro_batch_size=1,
-    num_devices=2,
     device=DeviceSpec("card", 24, MIB / 1e6),
-    device_bytes=GIB,
     given=(Partition((2, 2), 1, (2, 2)), 1),
     given_kept=(("down",), ("attention", "down"), ("down",), ("down",), ()),
 )

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import train
 from tests.support.small_run import tensors_in
 from torchround.checkpoint.folders import checkpoint_name
+from torchround.commands import export_hf
 from torchround.config.validate import RawConfig, validate
 
 CONFIG = """
@@ -22,6 +24,18 @@ optimizer = { lr = 1e-30, weight_decay = 0.0 }
 
 ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")
 MAPPED = (*ADAPTED, "--lora.map_base=true")
+
+
+def run(name, *overrides):
+    return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
+
+
+def exported_by_hand(name, folder, *options, step=3):
+    checkpoint = folder / "outputs" / name / "checkpoints" / checkpoint_name(step)
+    target = folder / f"{name} {step} {' '.join(options)}"
+    own = ("--config", str(checkpoint.parents[1] / "config.toml"))
+    assert export_hf.main([str(checkpoint), str(target), *own, *options]) == 0
+    return target
 
 
 def saved_config(**tables):
