@@ -5,8 +5,9 @@ checksums, and a kill leaves no half of it. The digest is of the base, the forma
 cache may serve runs of several kinds.
 """
 
+import fcntl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from torch import Tensor
 from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint, verify_checkpoint
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
-from torchround.hf import HFError, PretrainedWeights
+from torchround.hf import PretrainedWeights
 from torchround.hf.tensor_folder import map_file, read_header
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import Optimizer
 from torchround.planning.memory import size_text
 from torchround.run.run_folder import RunError
-from torchround.untrusted.terminal import Progress
+from torchround.untrusted.terminal import Progress, say
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,13 @@ class PackedBase:
         if not bundles:
             return
         views, caches = _views(bundles), self._caches(bundles)
-        if caches is not None and caches.checkpoints():
-            with _errors_of_cache():
+        with nullcontext() if caches is None else _using(caches.folder), store.writing() as places:
+            if caches is not None and caches.checkpoints():
                 load_checkpoint(caches.named(0), views, lambda name: False)
-            return
-        with store.writing() as places:
+                return
             self.weights.load({name: places[name] for name in self.model.packed})
-        if caches is not None:
-            size = sum(view.nbytes for view in views.values())
-            with _errors_of_cache():
+            if caches is not None:
+                size = sum(view.nbytes for view in views.values())
                 caches.save(
                     0, views, {}, advance=Progress(f"writing {caches.folder}", size, size_text).advance
                 )
@@ -70,7 +69,7 @@ class PackedBase:
         if not caches.checkpoints():
             self.fill(store)
         folder, found = caches.named(0), {}
-        with _errors_of_cache():
+        with _using(caches.folder):
             verify_checkpoint(folder, Progress(f"verifying {folder}", text=size_text).advance)
         for path in sorted(folder.glob("*.safetensors")):
             whole = map_file(path)
@@ -99,11 +98,20 @@ def _views(bundles: Sequence[Bundle]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _errors_of_cache() -> Iterator[None]:
-    """Name the key and the way out in errors about the cache."""
+def _using(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a cache; the lock ends with the process. Errors about it name its key and the way out."""
     try:
-        yield
-    except (CheckpointError, HFError) as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"{folder}: waiting for another run that uses it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise RunError(f"lora.base_cache: {folder} cannot be used: {error}") from error
+    except CheckpointError as error:
         raise RunError(
             f"lora.base_cache: {error}; delete that folder, and the weights are packed anew"
         ) from error
