@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.frame import Benchmark, Option, Report, in_turns
+from torchround.compiled_loops import RangeThreads
 from torchround.optim import COMPACT, EXACT, StateFormat, UpdateBuffers, UpdateKernel, update_
-from torchround.optim.kernel import KernelKind, RangeThreads, get_kernels
+from torchround.optim.kernel import KernelKind, get_kernels
 from torchround.optim.rules.adamw import AdamWRule
 from torchround.optim.split_weights import split
 

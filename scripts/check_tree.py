@@ -31,7 +31,7 @@ TOP_LEVEL = frozenset(
 )
 
 # What each room may import besides itself. `commands` and the package's own names may import every room.
-BELOW_ENGINE = {"config", "errors", "layer", "packed_formats", "planning", "untrusted"}
+BELOW_ENGINE = {"compiled_loops", "config", "errors", "layer", "packed_formats", "planning", "untrusted"}
 BELOW_RUN = BELOW_ENGINE | set(
     "accelerators optim data checkpoint hf observe engine machines generation".split()
 )
@@ -42,7 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layer_work": set(),
     "layer": {"accelerators", "layer_work", "packed_formats", "untrusted"},
     "keeping": set(),
-    "packed_formats": {"optim"},
+    "compiled_loops": set(),
+    "packed_formats": {"compiled_loops"},
     "models": {"accelerators", "keeping", "layer", "packed_formats", "untrusted"},
     "config": {"planning", "untrusted"},
     "planning": {"layer_work", "untrusted"},

@@ -23,6 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchround.compiled_loops import (
+    KernelError,
+    RangeThreads,
+    cache_folder,
+    compile_libraries,
+    library_name,
+)
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("packed_formats.cpp")
@@ -174,9 +182,6 @@ class PackedPlace:
 
     def _pack_compiled(self, library: ctypes.CDLL, numbers: Tensor) -> bool:
         """Pack with as many threads as PyTorch has. Return False if a number is not finite."""
-        # This room is below that of models, which is below that of optimizers.
-        from torchround.optim.kernel import RangeThreads
-
         assert numbers.is_contiguous(), "compiled loops take whole buffers"
         function = library[f"pack_{self.format.name}_{DTYPES[numbers.dtype]}"]
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (numbers, self.codes, self.scales)]
@@ -267,8 +272,6 @@ def _table(name: str, device: torch.device) -> Tensor:
 @cache
 def _library() -> ctypes.CDLL | None:
     """Load the compiled loops, which are compiled once for a user; None, after one warning, where they cannot be had."""
-    from torchround.optim.kernel import KernelError, cache_folder, compile_libraries, library_name
-
     header = f"constexpr float NF4_BOUNDS[] = {{{', '.join(f'{bound.hex()}f' for bound in nf4_bounds())}}};"
     try:
         path = cache_folder() / library_name("packed-formats", SOURCE, header)
@@ -284,8 +287,6 @@ def _library() -> ctypes.CDLL | None:
 
 def _check_bits(library: ctypes.CDLL) -> None:
     """Raise `KernelError` unless the loops give the plain operations' bits, on numbers of all sizes down to denormals."""
-    from torchround.optim.kernel import KernelError
-
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-45, 38, (64, 1), generator=generator)
     numbers = (torch.randn(64, UNIT, generator=generator) * 10.0**exponents).view(-1)

@@ -25,8 +25,10 @@ from tests.support.kernel_kinds import (
     kind_of,
     written_in_place,
 )
-from torchround.optim import UpdateProgress, kernel, update_
-from torchround.optim.kernel import CompiledUpdate, KernelError, KernelKind, RangeThreads, get_kernels
+from torchround import compiled_loops
+from torchround.compiled_loops import KernelError, RangeThreads
+from torchround.optim import UpdateProgress, update_
+from torchround.optim.kernel import CompiledUpdate, KernelKind, get_kernels
 from torchround.optim.rules.adamw import AdamWRule
 
 pytestmark = pytest.mark.compiles
@@ -143,7 +145,7 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch):
     libraries = [kind.library() for kind in KINDS]
     assert len(set(libraries)) == len(KINDS)
     assert kind_of(AdamWRule((0.5, 0.5), 1.0, 0.0)).library() == kind_of(ADAMW).library()  # numbers are arguments
-    monkeypatch.setattr(kernel, "FLAGS", ("-O0",))
+    monkeypatch.setattr(compiled_loops, "FLAGS", ("-O0",))
     assert kind_of(ADAMW).library() not in libraries
     buffers = example_buffers(SPLIT[0], 10)
     assert KernelKind.of(buffers, predicts=False) == SPLIT[0]
@@ -166,17 +168,17 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
 
 def test_a_file_that_is_no_library_is_not_used(kernels, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    (kernel.cache_folder() / SPLIT[0].library()).write_bytes(b"no library")
+    (compiled_loops.cache_folder() / SPLIT[0].library()).write_bytes(b"no library")
     assert get_kernels([SPLIT[0]], lambda: None) == {} and "cannot be loaded" in caplog.text
 
 
 def test_code_that_another_user_could_have_put_there_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    folder = kernel.cache_folder()
+    folder = compiled_loops.cache_folder()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    other = kernel.cache_folder()
+    other = compiled_loops.cache_folder()
     assert other != folder and other.stat().st_mode & 0o777 == 0o700
 
 
@@ -187,7 +189,7 @@ def test_a_library_that_another_machine_has_made_meanwhile_stays(tmp_path, monke
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError))
     for content in ("first", "second"):
         (tmp_path / content).write_text(content)
-        kernel._publish(tmp_path / content, tmp_path / "library")
+        compiled_loops._publish(tmp_path / content, tmp_path / "library")
     assert (tmp_path / "library").read_text() == ("first" if has_links else "second")
 
 

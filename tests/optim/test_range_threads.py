@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from torchround.optim.kernel import RangeThreads
+from torchround.compiled_loops import RangeThreads
 
 
 def work_seen(threads, length, ends=True):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchround.compiled_loops import RangeThreads
 from torchround.config import OptimizerTable
 from torchround.engine.board import LAYER_GATE, Board, Value
 from torchround.engine.device import Mark, use_threads_here
@@ -29,7 +30,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Buffer, Worker
 from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.host_optimizer import Hyperparameters
-from torchround.optim.kernel import KernelKind, RangeThreads, get_kernels
+from torchround.optim.kernel import KernelKind, get_kernels
 from torchround.optim.update_pass import UpdateKernel, look_ahead_
 from torchround.planning.partition import SpanKind
 
