@@ -85,8 +85,7 @@ class CardRates:
         """Add the packed weights of a layer: a pass over them before its forward and before its backward."""
         if not unpacked_bytes:
             return layer
-        bytes_per_s = self.device.memory_bytes_per_s(self.flops_per_s)
-        unpack_s = (layer.weight_bytes + unpacked_bytes) / bytes_per_s
+        unpack_s = (layer.weight_bytes + unpacked_bytes) / self.device.memory_bytes_per_s(self.flops_per_s)
         timed = layer.timed(layer.forward_s + unpack_s, layer.backward_s)
         workspace_bytes = max(layer.workspace_bytes, scratch_bytes)
         return replace(timed, unpacked_bytes=unpacked_bytes, workspace_bytes=workspace_bytes)

@@ -178,10 +178,13 @@ class Bundle:
             chunk.copy_(join(upper_half, residual))
         return values
 
+    def place(self, packed: Tensor) -> PackedPlace:
+        """Find the codes and scales in the bundle's packed elements, on the host or on a device."""
+        assert self.packed is not None, f"{self.name} is not packed"
+        return self.packed.place(packed.view(torch.uint8), self.unpacked_numel)
+
     def _place(self, parameter: FlatParameter) -> PackedPlace:
-        assert self.packed is not None, f"{parameter.name} is not packed"
-        whole = self.packed.place(self.device_weights[0].view(torch.uint8), self.unpacked_numel)
-        return whole.part(parameter.start, parameter.shape.numel())
+        return self.place(self.device_weights[0]).part(parameter.start, parameter.shape.numel())
 
     @contextmanager
     def writing(self, parameter: FlatParameter, version: int) -> Iterator[Tensor | PackedPlace]:

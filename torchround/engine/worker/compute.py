@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +40,16 @@ def bind(
     accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream. Packed ones
     are views of `unpacked`, which has to `hold` the layer whenever it runs.
     """
-    weight_start = {used.use: used.start for used in layout.weights}
+    ranges = {used.use: used for used in layout.weights}
     gradient_start = {used.use: used.start for used in layout.gradients}
     for layer in layout.layers:
-        packed = [used.bundle for used in layout.packed_of(layer)]
-        sizes = [bundle.unpacked_numel for bundle in packed]
-        unpacked_start = dict(zip([b.index for b in packed], accumulate(sizes, initial=0), strict=False))
         for location in store.locations[layer]:
             use, parameter = (layer, location.bundle), location.parameter
-            if location.bundle in unpacked_start:
-                # `.data` has a version counter of its own: autograd need not know that the memory is written in between.
-                value = parameter.view(unpacked.memory[unpacked_start[location.bundle] :]).data
+            if ranges[use].bundle.packed is None:
+                value = parameter.view(weights.memory[ranges[use].start :])
             else:
-                value = parameter.view(weights.memory[weight_start[use] :])
+                # `.data` has a version counter of its own: autograd need not know that the memory is written in between.
+                value = parameter.view(unpacked.memory[ranges[use].unpacked_start :]).data
             dtype = own_dtypes.get(parameter.name, value.dtype)
             leaf = nn.Parameter(value.to(dtype), requires_grad=False)
             if gradients is not None and use in gradient_start:
@@ -101,10 +97,10 @@ class StageComputation:
         inputs: Mapping[int, Hidden | None],
         micro_batch: Batch,
         graphs_from: int,
+        before: Callable[[int], object] = lambda layer: None,
         around: Mapping[int, LayerContext] | None = None,
         reads_output: bool = True,
         loss_factor: float | None = None,
-        before: Callable[[int], object] = lambda layer: None,
     ) -> None:
         self._layers = layers
         self._before = before

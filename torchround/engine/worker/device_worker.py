@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -86,11 +86,9 @@ class DeviceWorker:
         self.slots = StageSlots(
             self.device, setup.store, setup.settings.accumulate_dtype, setup.partition, len(setup.queues)
         )
-        if setup.settings.compiler is not None:
-            unpacked, memory = self.slots.unpacked, self.slots.weights.memory
-            compiling = partial(
-                unpacked.compile, setup.settings.compiler.backend, setup.store.bundles, memory
-            )
+        unpacked, memory = self.slots.unpacked, self.slots.weights.memory
+        if (compiler := setup.settings.compiler) is not None:
+            compiling = partial(unpacked.compile, compiler.backend, setup.store.bundles, memory)
             self.device.run(Stream.COMPUTE, compiling, [memory], [unpacked.memory])
         directed = [parameter for b in directed_bundles(self._store) for parameter in directed_parameters(b)]
         self._look_aheads.reserve(max((piece_elements(parameter.shape) for parameter in directed), default=0))
@@ -265,7 +263,6 @@ class StageRun:
         self._weights, self._layout = upload.slot, upload.layout
         self._gradients = None if download is None else download.slot
         self._on_final = on_final
-        self._refreshes = setup.store.refreshes
         self._layers = self._bind()
         # The first layer whose activations stay for its backward.
         by_layer = setup.settings.layerwise_recompute
@@ -278,31 +275,20 @@ class StageRun:
         """Put the parameters of the stage's layers in slots, and compile the layers if the settings ask for it."""
         worker, setup = self._worker, self._worker.setup
         # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
-        own_dtypes = setup.model.own_dtypes
-        binding = partial(
-            bind,
-            *(setup.store, worker.skeletons, self._layout, self._weights, self._gradients, own_dtypes),
-            worker.slots.unpacked,
-        )
+        own_dtypes, unpacked = setup.model.own_dtypes, worker.slots.unpacked
+        slots = self._layout, self._weights, self._gradients
+        binding = partial(bind, setup.store, worker.skeletons, *slots, own_dtypes, unpacked)
         # With dtypes of their own it copies parameters.
-        reads = [self._weights.memory]
-        layers = self._device.run(Stream.COMPUTE, binding, reads) if own_dtypes else binding()
+        copying = partial(self._device.run, Stream.COMPUTE, binding, [self._weights.memory])
+        layers = copying() if own_dtypes else binding()
         if (compiler := setup.settings.compiler) is None:
             return layers
         return {index: compiler.compiled(index, layer, worker.board) for index, layer in layers.items()}
 
-    def _computation(
-        self, inputs: dict[int, Hidden | None], micro_batch: Batch, graphs_from: int, **options: Any
-    ) -> StageComputation:
-        options["before"] = self._unpack
-        return StageComputation(self._layers, inputs, micro_batch, graphs_from, **options)
-
     def _unpack(self, layer: int) -> None:
         """Have the packed weights of a layer unpacked before it runs, in its own computation."""
-        packed = self._layout.packed_of(layer)
-        if packed:
-            ranges = [(u, self._weights.memory[u.start : u.start + u.bundle.numel]) for u in packed]
-            self._worker.slots.unpacked.hold((layer, self._refreshes), ranges)
+        content = layer, self._worker.setup.store.refreshes
+        self._worker.slots.unpacked.hold(content, self._layout.packed_of(layer), self._weights.memory)
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""
@@ -323,7 +309,9 @@ class StageRun:
         micro_batch, inputs = self._bring_inputs(m)
         names = self._names if pass_.training else {}
         records = {layer: partial(recording, kept) for layer, kept in names.items()}
-        forward = self._computation(inputs, micro_batch, stage.stop, around=records)
+        forward = StageComputation(
+            self._layers, inputs, micro_batch, stage.stop, self._unpack, around=records
+        )
         # Sent where it is made: it leaves while the layers behind it compute, and the stage need not hold all at once.
         layers = range(stage.start + 1, stage.stop + 1)
         sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
@@ -343,7 +331,9 @@ class StageRun:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         pass_ = self._pass
         micro_batch, inputs = self._bring_inputs(m)
-        fused = self._computation(inputs, micro_batch, self._graphs_from, loss_factor=pass_.loss_factor)
+        fused = StageComputation(
+            self._layers, inputs, micro_batch, self._graphs_from, self._unpack, loss_factor=pass_.loss_factor
+        )
         if self._times_layers:
             self._run_to(SpanKind.FORWARD, m, fused, self._layout.layers[1:])
         gradients = self._differentiate(SpanKind.FUSED, m, fused, ())
@@ -361,8 +351,8 @@ class StageRun:
         replays = {layer: partial(replaying, self._names[layer], kept[layer]) for layer in kept}
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = self._computation(
-            inputs, micro_batch, self._graphs_from, around=replays, reads_output=False
+        recomputed = StageComputation(
+            self._layers, inputs, micro_batch, self._graphs_from, self._unpack, replays, reads_output=False
         )
         stops = range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]
         self._run_to(SpanKind.RECOMPUTE, m, recomputed, stops)

@@ -8,6 +8,7 @@ A value between two layers is a tensor, or containers of `torch.utils._pytree` w
 A tensor that comes twice travels once and is one object again on the other side, so that its gradient adds up.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +27,8 @@ from torchround.layer import Hidden, aligned
 from torchround.packed_formats import unpack_numbers
 from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
 from torchround.planning.partition import Partition, Stage
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceSlot:
@@ -116,52 +119,53 @@ class TwoSlots:
         return slot
 
 
+@dataclass
 class UnpackedLayer:
     """Device memory for the numbers of one layer's packed weights: those of the layer that runs, in its own dtype.
 
     Only the compute stream uses it. `content` is the layer that it holds and `HostStore.refreshes` at its upload.
     """
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.content: tuple[int, int] | None = None
-        self._compiled: Callable[..., None] | None = None
+    memory: Tensor
+    content: tuple[int, int] | None = None
+    compiled: Callable[..., None] | None = None
 
     def compile(self, backend: str, bundles: "Sequence[Bundle]", memory: Tensor) -> None:
         """Compile the unpacking of each kind of bundle by running it on any bytes, which `memory` has."""
         compiled = torch.compile(unpack_numbers, backend=backend)
         kinds = {(str(b.packed), b.unpacked_numel): b for b in bundles if b.packed is not None}
-        with torch.no_grad():
-            for bundle in kinds.values():
-                self._unpack(bundle, memory[: bundle.numel], 0, compiled)
-        self._compiled = compiled
+        try:
+            with torch.no_grad():
+                for bundle in kinds.values():
+                    self._unpack(SlotRange(0, bundle, 0), memory, compiled)
+        except Exception as error:  # noqa: BLE001  (a compiler may raise anything)
+            logger.warning("packed weights are unpacked without a compiler, with the same bits: %s", error)
+        else:
+            self.compiled = compiled
 
-    def hold(self, content: tuple[int, int], packed: "Sequence[tuple[SlotRange, Tensor]]") -> None:
-        """Unpack a layer's ranges of a weight slot, unless they are what the memory holds."""
-        if content == self.content:
-            return
-        start = 0
-        with torch.no_grad():
-            for used, memory in packed:
-                start = self._unpack(used.bundle, memory, start, self._compiled)
-        self.content = content
+    def hold(self, content: tuple[int, int], packed: "Sequence[SlotRange]", weights: Tensor) -> None:
+        """Unpack a layer's ranges of the weight slot `weights`, unless they are what the memory holds."""
+        if packed and content != self.content:
+            with torch.no_grad():
+                for used in packed:
+                    self._unpack(used, weights, self.compiled)
+            self.content = content
 
-    def _unpack(
-        self, bundle: Bundle, memory: Tensor, start: int, compiled: Callable[..., None] | None
-    ) -> int:
-        assert bundle.packed is not None, "only packed bundles are unpacked"
-        stop = start + bundle.unpacked_numel
-        place = bundle.packed.place(memory.view(torch.uint8), bundle.unpacked_numel)
-        place.read(self.memory[start:stop], compiled)
-        return stop
+    def _unpack(self, used: "SlotRange", weights: Tensor, compiled: Callable[..., None] | None) -> None:
+        place = used.bundle.place(weights[used.start : used.start + used.bundle.numel])
+        place.read(self.memory[used.unpacked_start :][: used.bundle.unpacked_numel], compiled)
 
 
 class SlotRange(NamedTuple):
-    """The elements of a weight or gradient slot that one layer's use of a bundle occupies."""
+    """The elements of a weight or gradient slot that one layer's use of a bundle occupies.
+
+    If it is packed, its numbers begin at `unpacked_start` in `UnpackedLayer.memory`.
+    """
 
     layer: int
     bundle: Bundle
     start: int
+    unpacked_start: int = 0
 
     @property
     def use(self) -> tuple[int, int]:
@@ -180,9 +184,11 @@ class StageLayout:
         self.gradients: list[SlotRange] = []
         self.weight_numel = self.gradient_numel = 0
         for layer in layers:
+            unpacked_numel = 0
             for bundle in store.layer_bundles(layer):
-                self.weights.append(SlotRange(layer, bundle, self.weight_numel))
+                self.weights.append(SlotRange(layer, bundle, self.weight_numel, unpacked_numel))
                 self.weight_numel += bundle.numel
+                unpacked_numel += bundle.unpacked_numel
                 if bundle.trainable:
                     self.gradients.append(SlotRange(layer, bundle, self.gradient_numel))
                     self.gradient_numel += bundle.numel
