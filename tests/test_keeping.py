@@ -117,10 +117,7 @@ def test_a_replay_without_gradients_takes_the_kernels_of_training():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (lambda tensors: tensors[:-1], "number 3, and only 2"),
-        (lambda tensors: [*tensors, tensors[0]], "took 3 of its 4"),
-    ],
+    [(lambda kept: kept[:-1], "number 3, and only 2"), (lambda kept: [*kept, kept[0]], "took 3 of its 4")],
 )
 def test_tensors_of_another_layer_are_a_named_error(change, message):
     block, x = made()

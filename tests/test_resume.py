@@ -178,27 +178,20 @@ def test_a_new_run_may_start_from_a_checkpoint_of_another(small_runs):
 def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0_on_other_data(small_runs, capsys):
     assert small_runs("first", ASYNC) == 0
     state = small_runs.saved_state("first")
-    assert {name.split("/")[0] for name in small_runs.state("first")} == {
-        "weights",
-        "exp_avg",
-        "exp_avg_sq",
-        "master_1_old",
-    }
+    kinds = {name.split("/")[0] for name in small_runs.state("first")}
+    assert kinds == {"weights", "exp_avg", "exp_avg_sq", "master_1_old"}
     assert state["step"] == state["applied_updates"] == 5 and state["skipped_steps"] == 0
     assert state["tokens"] == small_runs.steps("first")[-1]["tokens"] > 0
     write_text(small_runs.folder / "other.jsonl", lines=200, seed=1)
-    stage = ["--checkpoint.load=weights", f"--checkpoint.load_path=outputs/first/checkpoints/{checkpoint_name(5)}"]
+    path = f"outputs/first/checkpoints/{checkpoint_name(5)}"
+    stage = ["--checkpoint.load=weights", f"--checkpoint.load_path={path}"]
     stage += ['--data.sources=[{ path = "other.jsonl" }]', "--run.seed=1"]
     stop_after(2, small_runs, "second", *stage)
     assert small_runs("second", *stage) == 0  # resumes from its own checkpoint
     assert list(small_runs.losses("second")) == [1, 2, 3, 4, 5]
     for name, overrides, expected in (
         ("new", [*stage, "--checkpoint.load_path=nowhere"], "given nowhere; legal: one checkpoint"),
-        (
-            "new",
-            [*stage, "--checkpoint.load_path=outputs/first"],
-            f"such as outputs/first/checkpoints/{checkpoint_name(5)}",
-        ),
+        ("new", [*stage, "--checkpoint.load_path=outputs/first"], f"such as {path}"),
         ("new", [*stage, TIED], "model.flavor 'untied' -> 'tied'"),
         ("new", ["--checkpoint.load_path=nowhere"], "given nowhere"),
         ("first", [ASYNC, "--training.steps=6", "--run.seed=1"], "seed was 0, is 1"),

@@ -104,10 +104,8 @@ def test_a_folder_in_use_is_refused(small_runs, capsys):
     assert f"in use by process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
 
 
-NO_FILE, NO_JSON = (
-    "DataFileError: text.jsonl: cannot be read: No such file or directory",
-    "DataError: text.jsonl, line 5",
-)
+NO_FILE = "DataFileError: text.jsonl: cannot be read: No such file or directory"
+NO_JSON = "DataError: text.jsonl, line 5"
 
 
 @pytest.mark.parametrize(

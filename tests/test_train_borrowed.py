@@ -87,9 +87,7 @@ def change_config(folder, **changes):
     (folder / "release" / "config.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in BY_DEFAULT else pytest.mark.nightly) for case in RUNS]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in BY_DEFAULT else pytest.mark.nightly) for c in RUNS])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_what_transformers_loads(
     case, folder, releases
 ):

@@ -99,11 +99,7 @@ def test_a_run_is_not_resumed_with_another_shape_even_if_its_tensors_are_alike(f
 
 MISTAKES = {
     "a size too few": ("llama3", "num_layers = 2, hidden_size = 24", "missing: num_heads, ffn_size"),
-    "no width of a head": (
-        "qwen3",
-        "num_layers = 2, hidden_size = 25, num_heads = 4, ffn_size = 8",
-        "head_dim is missing",
-    ),
+    "no head": ("qwen3", "num_layers = 2, hidden_size = 25, num_heads = 4, ffn_size = 8", "head_dim is missing"),
     "experts in a family without": ("llama3", f"{SIZES}, {EXPERTS}", "no num_experts, num_chosen"),
     "no experts in a family that has them": ("gpt_oss", SIZES, "missing: num_experts, num_chosen"),
     "too many experts chosen": ("qwen3", f"{SIZES}, num_experts = 2, num_chosen = 3", "num_chosen = 3, must be 1 to"),

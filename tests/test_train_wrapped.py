@@ -44,9 +44,7 @@ TOKENS = torch.arange(2, 14)[None]
 pytestmark = pytest.mark.thorough
 
 
-@pytest.fixture(
-    params=[kind if kind in BY_DEFAULT else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
-)
+@pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.nightly] * (k not in BY_DEFAULT)) for k in KINDS])
 def kind(request):
     return request.param
 

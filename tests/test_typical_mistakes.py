@@ -10,16 +10,9 @@ import pytest
 
 import train
 from tests.support.processes import ROOT, run_program
+from tests.support.toml import MINIMAL
 
-CONFIG = """
-[model]
-family = "llama3"
-flavor = "debug"
-[tokenizer]
-name = "bytes"
-[data]
-sources = [{ path = "text.txt" }]
-[training]
+CONFIG = f"""{MINIMAL.replace("corpus.txt", "text.txt")}[training]
 steps = 3
 seq_len = 32
 global_batch_size = 2

@@ -69,9 +69,8 @@ def test_an_interrupted_run_continues_with_the_same_command_and_ends_in_a_model_
     assert finetune.main([*COMMAND, "--out", "mine"]) == 0
     said = capsys.readouterr().out
     assert finetune.main([*COMMAND, "--out", "whole"]) == 0
-    names = ("export", "adapters")
-    (mine, adapters), (whole, _) = (
-        [next((folder / run / each).iterdir()) for each in names] for run in ("mine", "whole")
+    mine, whole, adapters = (
+        next((folder / name).iterdir()) for name in ("mine/export", "whole/export", "mine/adapters")
     )
     assert tensors_in(mine).keys() == tensors_in(whole).keys()
     assert all(torch.equal(tensor, tensors_in(whole)[name]) for name, tensor in tensors_in(mine).items())
@@ -135,12 +134,8 @@ def test_the_family_of_a_folder_is_the_first_that_reads_it(tmp_path, changes, fa
     assert with_family(options).config.model.family == family
 
 
-def renamed(*names):
-    def change(folder):
-        for name in names:
-            (folder / name).unlink()
-
-    return change
+def without(name):
+    return lambda folder: (folder / name).unlink()
 
 
 def template_less(folder):
@@ -162,10 +157,10 @@ MISTAKES = {
     "a folder's name": (["relaese", "chats"], "MODEL: there is no folder relaese; nearest: release", None),
     "a folder's path": (["./models/x", "chats"], "MODEL: there is no folder ./models/x", None),
     "a file for the model": (["release/config.json", "chats"], "MODEL: release/config.json is a file", None),
-    "no config": (BOTH, "model.hf_path: .*no release/config.json", renamed("release/config.json")),
+    "no config": (BOTH, "model.hf_path: .*no release/config.json", without("release/config.json")),
     "a kind of model": (BOTH, "release/config.json fits no family; transformers: .*riddle", unknown_model),
-    "no weights": (BOTH, "release.*safetensors", renamed("release/model.safetensors")),
-    "no tokenizer": (BOTH, "no tokenizer.json in release", renamed("release/tokenizer.json")),
+    "no weights": (BOTH, "release.*safetensors", without("release/model.safetensors")),
+    "no tokenizer": (BOTH, "no tokenizer.json in release", without("release/tokenizer.json")),
     "no chat template": (BOTH, "no chat template.*tokenizer.chat_template", template_less),
     "a data file": (["release", "chats/b.jsonl"], "DATA: there is no file or folder .*nearest: chats/a.jsonl", None),
     "a glob": (["release", "chats/*.json"], r"DATA: .*chats/\*.json.*no such file", None),

@@ -155,9 +155,8 @@ def nats(capsys, *arguments):
 def test_a_run_is_tried_at_its_newest_checkpoint_or_at_a_step(trained, folders, capsys):
     run = trained("run")
     newest = nats(capsys, "--run", run)
-    assert (
-        newest == nats(capsys, "--run", run, "--step=2") == nats(capsys, "--model", run / "export" / checkpoint_name(2))
-    )
+    exported = nats(capsys, "--model", run / "export" / checkpoint_name(2))
+    assert newest == nats(capsys, "--run", run, "--step=2") == exported
     assert len({newest, nats(capsys, "--run", run, "--step=1"), nats(capsys, "--model", folders["llama3"])}) == 3
 
 
@@ -201,10 +200,6 @@ def test_chats_are_written_by_the_template_up_to_the_answer(folders, capsys, tmp
     assert [plain["text"]] == continued(model, [ids], 8)
 
 
-def remove_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-
-
 ASKED, TOY = ("--prompt", "a"), ("--model", "toy")
 MISTAKES = {
     "no run": (("--run", "outputs/x", *ASKED), "there is no outputs/x/config.toml"),
@@ -213,10 +208,7 @@ MISTAKES = {
     "an empty prompt": ((*TOY, "--prompt", ""), "an empty prompt"),
     "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
     "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
-    "content of another kind": (
-        (*TOY, "--perplexity", "texts.jsonl", "--content=prose"),
-        "data.sources[0].content: given",
-    ),
+    "another content": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "data.sources[0].content: given"),
     "no chat template": ((*TOY, "--chat", *ASKED), "no chat template"),
     "no tokenizer": (("--model", "untold", *ASKED), "no tokenizer.json"),
     "devices that are not here": ((*TOY, "--engine.devices=gpu", *ASKED), "no such kind"),
@@ -228,7 +220,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message_and_nothing_is_written(name, folders, capsys, tmp_path):
     shutil.copytree(folders["llama3"], tmp_path / "toy")
-    remove_tokenizer(shutil.copytree(folders["llama3"], tmp_path / "untold"))
+    (shutil.copytree(folders["llama3"], tmp_path / "untold") / "tokenizer.json").unlink()
     (tmp_path / "empty.txt").write_text("")
     before = sorted(tmp_path.rglob("*"))
     arguments, message = MISTAKES[name]

@@ -4,19 +4,9 @@ import os
 
 import pytest
 
+from tests.support.toml import MINIMAL, tomllib
 from torchround.config import ConfigError, load_config
-from torchround.config.load import tomllib
 from torchround.config.validate import GONE_KEYS, RawConfig, validate
-
-MINIMAL = """
-[model]
-family = "llama3"
-flavor = "debug"
-[tokenizer]
-name = "bytes"
-[data]
-sources = [{path = "corpus.txt"}]
-"""
 
 
 def write(folder, name, text):
@@ -69,9 +59,8 @@ def test_a_base_that_is_not_beside_the_file_is_looked_up_in_configs_as_a_config_
     assert load_config(ours).training.steps == 8
     assert load_config(write(here, "elsewhere/other.toml", 'base = "debug.toml"')).engine.devices == "cpu"
     missing = write(here, "child.toml", 'base = "gone.toml"')
-    assert refusal(missing).startswith(f"{missing}: base: no such file; looked for ") and "gone.toml" in refusal(
-        missing
-    )
+    message = refusal(missing)
+    assert message.startswith(f"{missing}: base: no such file; looked for ") and "gone.toml" in message
     assert "base: given 3; legal: the path of a TOML file" in refusal(write(here, "child.toml", "base = 3"))
 
 

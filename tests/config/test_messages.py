@@ -5,25 +5,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.support.toml import MINIMAL
 from torchround import config
 from torchround.config import AdamWTable, ConfigError, load_config, to_toml
 from torchround.config.__main__ import page
 from torchround.config.key_types import Table
 from torchround.config.validate import all_keys
 
-VALID = """
-[model]
-family = "llama3"
-flavor = "debug"
-[tokenizer]
-name = "bytes"
-[data]
-sources = [{path = "corpus.txt"}]
-[training]
-steps = 50
-global_batch_size = 8
-micro_batch_size = 2
-"""
+VALID = f"{MINIMAL}[training]\nsteps = 50\nglobal_batch_size = 8\nmicro_batch_size = 2\n"
 
 
 @pytest.fixture
@@ -98,17 +87,15 @@ def test_a_mistake_in_a_file_is_one_line_that_begins_with_the_file(message):
 
 def test_the_command_line_is_blamed_only_for_what_it_gave(message):
     lines = message(VALID.replace("steps = 50", "steps = 0"), "--training.seq_len=0").splitlines()
-    assert [line.split(": ")[:2] for line in lines[1:]] == [
-        ["  run.toml", "training.steps"],
-        ["  command line", "training.seq_len"],
-    ]
+    places = [line.split(": ")[:2] for line in lines[1:]]
+    assert places == [["  run.toml", "training.steps"], ["  command line", "training.seq_len"]]
 
 
 def test_all_missing_required_keys_are_named(message):
     first, *lines = message("").splitlines()
     assert first == "2 problems in the configuration"
     assert [line.split(";")[0] for line in lines] == [
-        *("  run.toml: model.family: missing", "  run.toml: data.sources: missing")
+        f"  run.toml: {key}: missing" for key in ("model.family", "data.sources")
     ]
 
 
@@ -119,6 +106,7 @@ def test_a_value_in_place_of_a_table_is_refused_with_the_way_to_write_a_table(me
 
 
 BOUNDED = "engine.update=bounded"
+BY_LAYER = f"{BOUNDED} training.clip=layer"
 PLAN = "engine.plan={forward=[1],fused=1,backward=[1],rounds=%d}"
 CONFLICTS = [
     ("model.hf_path=folder", "model.flavor model.hf_path debug folder"),
@@ -126,13 +114,10 @@ CONFLICTS = [
     ("tokenizer.path=folder", "tokenizer.path tokenizer.name folder bytes"),
     ("engine.delay_correction=predict engine.update=sync", 'engine.delay_correction engine.update "predict" "async"'),
     (BOUNDED, 'engine.update training.clip training.max_norm "bounded" "layer"'),
-    (f"{BOUNDED} training.clip=layer training.dtype=float16", 'engine.update training.dtype "float16" "bfloat16"'),
+    (f"{BY_LAYER} training.dtype=float16", 'engine.update training.dtype "float16" "bfloat16"'),
     (f"{BOUNDED} training.max_norm=0 engine.rounds=2", "engine.rounds engine.update 2 1"),
-    (f"{BOUNDED} training.clip=layer {PLAN % 2}", "engine.plan engine.update 2"),
-    (
-        f"{BOUNDED} training.clip=layer engine.delay_correction=predict",
-        'engine.delay_correction engine.update "predict" "bounded"',
-    ),
+    (f"{BY_LAYER} {PLAN % 2}", "engine.plan engine.update 2"),
+    (f"{BY_LAYER} engine.delay_correction=predict", 'engine.delay_correction engine.update "predict" "bounded"'),
     (
         "optimizer.name=muon engine.update=async engine.delay_correction=predict",
         'engine.delay_correction optimizer.name "predict" "muon" "auto" "none"',

@@ -219,7 +219,7 @@ def test_bos_and_the_end_of_a_document_are_not_written_twice(tokenizer):
 def test_the_key_reaches_the_batches_and_is_part_of_the_position(tmp_path, tokenizer):
     path = write_lines(tmp_path / "x.jsonl", [{"text": "<|bos|>a<|eos|>"}])
     special, plain = (
-        loader_of(SourceTable(path=str(path), special_tokens=value), tokenizer, 3, 1) for value in (True, False)
+        loader_of(SourceTable(path=str(path), special_tokens=on), tokenizer, 3, 1) for on in (True, False)
     )
     assert next(special).tokens.tolist() == [[256, 97, 257]]
     with pytest.raises(DataError, match="as text with special tokens"):

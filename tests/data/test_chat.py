@@ -56,12 +56,8 @@ def learnt(tokenizer, messages, tools=(), loss_on="assistant"):
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = [call("weather", city="Köln")]
 PLAIN = [SYSTEM, question("What is 2 + 2?"), answer("It is 4."), question("And 3 + 3?"), answer("6.")]
-WITH_TOOL = [
-    question("Is it raining?"),
-    answer("", tool_calls=CALL),
-    {"role": "tool", "content": "rain, 12 °C"},
-    answer("It is."),
-]
+RAIN = {"role": "tool", "content": "rain, 12 °C"}
+WITH_TOOL = [question("Is it raining?"), answer("", tool_calls=CALL), RAIN, answer("It is.")]
 WITH_THOUGHT = [question("Why?"), answer("Because.", thinking="Hm, why.", reasoning_content="Hm, why.")]
 
 

@@ -124,9 +124,7 @@ def test_every_document_is_in_every_place_equally_often(order):
     def order_of(number):
         return shuffled(5, f"{number}") if order == "first" else epoch_order(5, EpochKey(f"{number}/1", f"{number}/0"))
 
-    places = Counter(
-        (place, document) for number in range(4000) for place, document in enumerate(order_of(number).tolist())
-    )
+    places = Counter(pair for number in range(4000) for pair in enumerate(order_of(number).tolist()))
     assert len(places) == 25
     assert all(abs(count - 800) < 6 * 25.3 for count in places.values())
 
@@ -134,9 +132,7 @@ def test_every_document_is_in_every_place_equally_often(order):
 @pytest.fixture(scope="module")
 def counted_sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mix")
-    paths = [
-        write_lines(folder / f"{number}.jsonl", [{"text": str(number)}] * (3, 7, 20)[number]) for number in range(3)
-    ]
+    paths = [write_lines(folder / f"{n}.jsonl", [{"text": str(n)}] * count) for n, count in enumerate((3, 7, 20))]
     return [open_source(SourceTable(path=str(path))) for path in paths]
 
 

@@ -72,10 +72,7 @@ def test_a_held_out_document_is_never_trained_on_not_even_as_a_copy(tmp_path, to
 
 
 def test_validation_on_another_split_reads_that_split_and_training_its_own(tmp_path, tokenizer):
-    splits = {
-        name: datasets.Dataset.from_list([{"text": f"{name} {number}"} for number in range(20)])
-        for name in ("train", "held")
-    }
+    splits = {key: datasets.Dataset.from_list([{"text": f"{key} {n}"} for n in range(20)]) for key in ("train", "held")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     train, held = (SourceTable(path=str(tmp_path / "saved"), format="dataset", split=split) for split in splits)
     data = DataTable(sources=(train,), epochs=2)

@@ -144,10 +144,7 @@ def test_the_settings_of_a_release_say_if_documents_begin_with_bos_otherwise_its
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda file: file.update(pre_tokenizer={"type": "WhitespaceSplit"}),
-            "its pre_tokenizer has .*WhitespaceSplit",
-        ),
+        (lambda file: file.update(pre_tokenizer={"type": "WhitespaceSplit"}), "pre_tokenizer has .*WhitespaceSplit"),
         (
             lambda file: file["normalizer"]["normalizers"].append({"type": "Lowercase"}),
             "'Lowercase'.*supported: none, NFC",

@@ -133,10 +133,7 @@ def until_error(batches, loader):
 
 def test_a_bad_record_of_one_machine_stops_all_before_the_same_step(tmp_path, tokenizer):
     fields = [["body" if number == 30 and machine == 2 else "text" for number in range(60)] for machine in range(4)]
-    paths = [
-        write_lines(tmp_path / f"{machine}.jsonl", [{field: "a" * 62} for field in fields[machine]])
-        for machine in range(4)
-    ]
+    paths = [write_lines(tmp_path / f"{n}.jsonl", [{field: "a" * 62} for field in own]) for n, own in enumerate(fields)]
 
     def work(machine, gather):
         loader = loader_of(paths[machine], tokenizer, 64, 4, shuffle=False, shuffle_sequences=0)

@@ -136,11 +136,8 @@ def test_parameters_with_a_dtype_of_their_own_compute_in_it(num_devices, partiti
 def test_no_race_with_nested_values_outputs_and_sizes_met_late(num_devices, mode):
     """Outputs and evaluations are not awaited, so that they run beside the steps before and after."""
     log, model = AccessLog(), any_model()
-    options = {
-        "observer": log,
-        "wrap": lambda device: watched(linked(device), log),
-        "stale_layers": 2 if mode is BOUNDED else 0,
-    }
+    stale = 2 if mode is BOUNDED else 0
+    options = {"observer": log, "wrap": lambda device: watched(linked(device), log), "stale_layers": stale}
     with toy_engine(PARTITIONS["several"], num_devices, model=model, mode=mode, **options) as engine:
         for step in range(4):
             engine.forward(any_batches(3, step))

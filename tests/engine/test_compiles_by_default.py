@@ -75,9 +75,8 @@ def test_auto_leaves_layers_uncompiled_if_a_run_fits_only_then_and_its_plan_keep
         return run_question(model, numbers, Hardware("cuda", 1, device_bytes, spec=find_device("h100")))
 
     compiled = asked(GIB)
-    needed, without = (
-        1 + missing_bytes(replace(each, device_bytes=1))[0] for each in (compiled, compiled.uncompiled())
-    )
+    both = (compiled, compiled.uncompiled())
+    needed, without = (1 + missing_bytes(replace(each, device_bytes=1))[0] for each in both)
     assert (without < needed) == (setting == "auto") and not caplog.messages
     for device_bytes, falls_back in ((needed, False), (needed - 1, True), (without, True), (without - 1, False)):
         caplog.clear()
@@ -127,9 +126,7 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_than_the_plan_counts(fa
     with FakeTensorMode():
         hidden = torch.empty(batch, tokens, block.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         integers = torch.zeros(batch, tokens, dtype=torch.int64)
-        parameters = [
-            torch.empty(parameter.shape, dtype=torch.bfloat16, requires_grad=True) for parameter in block.parameters()
-        ]
+        parameters = [torch.empty(p.shape, dtype=torch.bfloat16, requires_grad=True) for p in block.parameters()]
         compiled = aot_function(
             run,
             fw_compiler=forward_graph,

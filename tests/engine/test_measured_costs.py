@@ -89,9 +89,7 @@ def test_each_layer_is_a_span_of_its_own_under_any_plan_and_the_results_are_the_
             engine.drain()
             loss, reports = result.loss(), list(result.reports())
         if times_layers:
-            spans = Counter(
-                (span.kind, span.layers.start) for report in reports for span in report.spans if span.layers
-            )
+            spans = Counter((s.kind, s.layers.start) for report in reports for s in report.spans if s.layers)
             assert all(len(span.layers) == 1 for report in reports for span in report.spans)
         found.append((loss, engine.store.named_views()))
     inner = [SpanKind.FORWARD, SpanKind.BACKWARD]

@@ -273,18 +273,13 @@ def test_there_is_no_race_with_any_optimizer(make, optimizer):
     assert not any(find_races(tasks_apart(log.entries)) for log in logs_of(make(optimizer=optimizer, dtype="bf16")))
 
 
-WRITTEN = [
-    (optimizer, update) for optimizer in ("adamw", "adamw8") for update in ("sync", "async", "predict", "bounded")
-]
+WRITTEN = [(name, update) for name in ("adamw", "adamw8") for update in ("sync", "async", "predict", "bounded")]
 WRITTEN += [(optimizer, update) for optimizer in ("muon", "muon8") for update in ("sync", "async")]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "update"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.nightly] * (pair[1] != "sync" and pair[0] != "adamw8"))
-        for pair in WRITTEN
-    ],
+    [pytest.param(*row, marks=[pytest.mark.nightly] * (row[1] != "sync" and row[0] != "adamw8")) for row in WRITTEN],
 )
 def test_the_checker_is_told_of_every_buffer_that_an_update_changes(optimizer, update):
     """Otherwise a race on a buffer, such as one of scales, could not be found."""
@@ -303,20 +298,17 @@ def access(actor, start, stop, writes=True):
     return Entry(actor, "access", writes=region) if writes else Entry(actor, "access", reads=region)
 
 
+def heard(by, actor, token):
+    return Entry(actor, "signal", token), Entry(by, "wait", token)
+
+
 LOGS = {
     "unordered overlap": (1, [access("a", 0, 8), access("b", 4, 12, False)]),
     "disjoint bytes": (0, [access("a", 0, 8), access("b", 8, 12, False)]),
     "two reads": (0, [access("a", 0, 8, False), access("b", 0, 8, False)]),
     "ordered through a third actor": (
         0,
-        [
-            access("a", 0, 8),
-            Entry("a", "signal", 1),
-            Entry("c", "wait", 1),
-            Entry("c", "signal", 2),
-            Entry("b", "wait", 2),
-            access("b", 0, 8),
-        ],
+        [access("a", 0, 8), *heard("c", "a", 1), *heard("b", "c", 2), access("b", 0, 8)],
     ),
     "signal before the write": (
         1,
@@ -324,13 +316,7 @@ LOGS = {
     ),
     "one of two writers heard of": (
         1,
-        [
-            access("a", 0, 4),
-            access("b", 4, 8),
-            Entry("a", "signal", 1),
-            Entry("c", "wait", 1),
-            access("c", 0, 8, False),
-        ],
+        [access("a", 0, 4), access("b", 4, 8), *heard("c", "a", 1), access("c", 0, 8, False)],
     ),
 }
 

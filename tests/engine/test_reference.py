@@ -60,10 +60,8 @@ def torch_training(module, batches):
 
 def test_each_setting_is_a_part_of_it():
     """Otherwise a row could not tell whether the engine heeds it."""
-    [plain, seeded] = [
-        toy_batches(STEPS, 4),
-        [with_dropout_seeds(b, 7, s) for s, b in enumerate(toy_batches(STEPS, 4))],
-    ]
+    plain = toy_batches(STEPS, 4)
+    seeded = [with_dropout_seeds(batch, 7, step) for step, batch in enumerate(plain)]
 
     def losses(model, batches=plain, **options):
         return tuple(Reference(model, toy_store(model).weights(), OPTIMIZER, **options).train(batches, LR))

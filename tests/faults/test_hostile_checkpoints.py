@@ -202,9 +202,7 @@ RUNS = {
         (*OWN, "--training.steps=40", "--training.max_skipped_steps=3"),
         1,
     ),
-    "a checkpoint that is a link": own(
-        outside(checkpoint_name(9)), f"{checkpoint_name(9)}: manifest.json cannot be read"
-    ),
+    "a linked checkpoint": own(outside(checkpoint_name(9)), f"{checkpoint_name(9)}: manifest.json cannot be read"),
     "leftovers that are a link": own(outside(checkpoint_name(9, UNFINISHED)), "the run is complete"),
     "checkpoints that are a file": own(checkpoints_that_are_a_file, "CheckpointError: .*File exists", code=1),
     "metrics nested without end": own(written("metrics.jsonl", DEEP + b"\n"), "the run is complete"),

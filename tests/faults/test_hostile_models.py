@@ -74,9 +74,7 @@ MODELS = {
     "a shape beyond all memory": header(first(shape=[2**40, 2**40])),
     "a tensor that is a terminal's command": header(renamed_to(TITLE), f"not part of the model: {ESCAPED}"),
     "a tensor of a name without end": header(renamed_to("a" * 10**6), r"not part of the model: a(?s:.{0,2500})$"),
-    "a file in the index that is a terminal's command": index(
-        {"a": f"{TITLE}.safetensors"}, f"files are missing: {ESCAPED}"
-    ),
+    "an index that is a terminal's command": index({"a": f"{TITLE}.safetensors"}, f"files are missing: {ESCAPED}"),
     "an index that climbs": index({"a": "../outside.safetensors"}, "is not the name of a safetensors file"),
     "an index of lists": index({"a": ["b"]}, "index.json"),
     "an index nested without end": file("model.safetensors.index.json", DEEP, "index.json", "model.safetensors"),

@@ -57,9 +57,7 @@ def stop_until_complete(processes, runs, name, mode, moment, at_most):
         last_step, stops = int(saved), stops + 1
 
 
-@pytest.mark.parametrize(
-    "number", [STOP_SIGNALS[0], *(pytest.param(number, marks=nightly) for number in STOP_SIGNALS[1:])]
-)
+@pytest.mark.parametrize("number", [STOP_SIGNALS[0], *(pytest.param(n, marks=nightly) for n in STOP_SIGNALS[1:])])
 def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(processes, tmp_path, number):
     SmallRuns(tmp_path)
     run = processes.run(

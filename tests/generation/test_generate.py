@@ -75,8 +75,7 @@ def test_too_little_memory_for_keys_and_values_is_said_once(caplog, expected):
 def test_little_memory_leaves_fewer_sequences_under_way(expected):
     with text_engine("llama3", num_devices=2, batch_size=16) as engine:
         engine.cache_bytes = 3 * 2 * 4 * 2 * 8 * (64 + MAX_TOKENS) * 2  # three sequences of two blocks, fp32
-        counts = []
-        forward = engine.forward
+        counts, forward = [], engine.forward
 
         def counted(batches):
             counts.append(sum(len(batch.tokens) for batch in batches))
@@ -110,9 +109,7 @@ def test_a_model_larger_than_a_device_runs_in_more_stages(expected):
 )
 def test_the_largest_run_of_an_even_cut_is_as_small_as_can_be(sizes, count, largest):
     lengths = cut_evenly(sizes, count)
-    assert len(lengths) == count
-    assert min(lengths) > 0
-    assert sum(lengths) == len(sizes)
+    assert len(lengths) == count and min(lengths) > 0 and sum(lengths) == len(sizes)
     starts = [sum(lengths[:index]) for index in range(count)]
     assert max(sum(sizes[start : start + n]) for start, n in zip(starts, lengths, strict=True)) == largest
 
@@ -155,9 +152,8 @@ def made():
 
 
 # A window shorter than the texts; and experts whose rows have the 16 bytes that PyTorch's grouped product wants.
-SETTINGS = {"gemma2": {"sliding_window": 9}} | {
-    kind: {"moe_intermediate_size": 16} for kind in ("qwen3_moe", "qwen3_next")
-}
+SETTINGS = {"gemma2": {"sliding_window": 9}}
+SETTINGS |= {kind: {"moe_intermediate_size": 16} for kind in ("qwen3_moe", "qwen3_next")}
 
 
 def texts(count):

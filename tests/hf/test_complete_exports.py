@@ -132,11 +132,8 @@ def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
 def test_ids_of_another_vocabulary_are_not_kept(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "top_p": 0.9}))
     ids = {"bos_token_id": None, "eos_token_id": 5, "pad_token_id": 6}
-    assert generation_content(str(tmp_path), ids, same_tokens=False) == {
-        "top_p": 0.9,
-        "eos_token_id": 5,
-        "pad_token_id": 6,
-    }
+    content = generation_content(str(tmp_path), ids, same_tokens=False)
+    assert content == {"top_p": 0.9, "eos_token_id": 5, "pad_token_id": 6}
     assert generation_content(str(tmp_path), ids, same_tokens=True)["eos_token_id"] == [1, 2, 5]
     assert generation_content(None, ids, same_tokens=False) == {"eos_token_id": 5, "pad_token_id": 6}
 

@@ -32,10 +32,8 @@ def save_run(folder, store, **model_table):
 
 def imported(release, folder):
     model = release.family.build(release.config)
-    names, redundant = (
-        release.family.hf_names(release.config),
-        release.family.names_in_folder(release.config, ()).redundant,
-    )
+    names = release.family.hf_names(release.config)
+    redundant = release.family.names_in_folder(release.config, ()).redundant
     store = HostStore(model, torch.bfloat16)
     store.initialize(model, 0, PretrainedWeights(release.folder, names, model.stored_shapes(), redundant).load)
     return save_run(folder, store, family=release.family.name, hf_path=str(release.folder))

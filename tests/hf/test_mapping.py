@@ -54,7 +54,8 @@ def opened(release, mapped):
 
 def batches(tools, steps=2):
     return [
-        [tools.micro_batch([[12, 20], [32]], 61, seed=2 * step + part) for part in range(2)] for step in range(steps)
+        [tools.micro_batch([[12, 20], [32]], 61, seed=seed) for seed in (2 * step, 2 * step + 1)]
+        for step in range(steps)
     ]
 
 

@@ -136,10 +136,8 @@ def test_bytes_are_counted_and_only_what_is_trained_receives_gradients():
     layers, found = measured(nn.Sequential(frozen, Pairs(), Adds()), inputs=torch.randint(5, (6, 100)))
     assert [layer.receives for layer in layers] == [(), (False,), (False, True)]
     boundary = 6 * 100 * 4 * 4
-    assert [measure.boundary_bytes for measure in found[:2]] == [
-        -(-boundary // 256) * 256,
-        2 * -(-boundary // 256) * 256,
-    ]
+    aligned = -(-boundary // 256) * 256
+    assert [measure.boundary_bytes for measure in found[:2]] == [aligned, 2 * aligned]
     assert found[2].activation_bytes >= boundary, "tanh keeps its result"
     assert all(measure.workspace_bytes >= boundary for measure in found)
     assert all(measure.forward_s > 0 for measure in found)

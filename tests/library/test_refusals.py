@@ -83,16 +83,12 @@ def test_a_layer_that_cannot_work_is_refused_by_name(make, message):
         check_net(net)
 
 
-def sum_of(outputs, labels):
-    return outputs.sum()
-
-
 def test_running_statistics_are_refused_for_training_alone():
     net = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Linear(4, 4))
     with Pipeline(net) as pipeline:
         pipeline.forward(torch.randn(3, 2, 4))
         with pytest.raises(EngineUsageError, match="layer 0 .*running statistics.*GroupNorm"):
-            pipeline.forward_backward(torch.randn(3, 2, 4), None, sum_of)
+            pipeline.forward_backward(torch.randn(3, 2, 4), None, lambda outputs, _: outputs.sum())
 
 
 def test_a_loss_with_parameters_is_refused_and_one_with_buffers_works():

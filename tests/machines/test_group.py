@@ -8,20 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.support.machines import run_machines
+from tests.support.machines import on_threads, run_machines
 from torchround.machines.group import CHANNELS, Channel, MachineError, measure_rate
 from torchround.machines.links import Purpose
 
 VALUES = [0.1 + 0.2, math.inf, 5e-324, None, "a name", [1, {"key": True}]]
 FAILED = "machine 1 (node1) has failed: ZeroDivisionError: by zero"
-
-
-def on_threads(calls):
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_each_machine_gathers_the_values_of_all_in_the_order_of_ranks():

@@ -1,12 +1,12 @@
 """Links between machines: what is sent arrives whole and in order, in bounded memory, and errors have a name."""
 
 import random
-import threading
+from functools import partial
 
 import pytest
 import torch
 
-from tests.support.machines import run_machines
+from tests.support.machines import on_threads, run_machines
 from torchround.machines import links as links_module
 from torchround.machines.group import MachineError
 from torchround.machines.links import Purpose
@@ -67,12 +67,11 @@ def test_purposes_and_directions_do_not_mix():
             sender, receiver = group.link(other, purpose), group.link(other, purpose)
             data = torch.full((500,), 10 * group.rank + purpose.value)
             received[purpose] = torch.empty(500, dtype=torch.int64)
-            calls.append(threading.Thread(target=sender.send, args=(data, "a message")))
-            calls.append(threading.Thread(target=receiver.receive, args=(received[purpose], "a message")))
-        for call in calls:
-            call.start()
-        for call in calls:
-            call.join()
+            calls += [
+                partial(sender.send, data, "a message"),
+                partial(receiver.receive, received[purpose], "a message"),
+            ]
+        on_threads(calls)
         return all((received[purpose] == 10 * other + purpose.value).all() for purpose in Purpose)
 
     assert run_machines(2, work, connections=2) == [True, True]

@@ -66,13 +66,6 @@ def one_run(folder):
     return folder / "page.html"
 
 
-def two_runs(folder):
-    runs = [write_run(folder / "first", range(1, 9), **ENGINE)]
-    runs.append(write_run(folder / "second", range(1, 13), validated=(6, 12), **ENGINE))
-    write_page(runs, folder / "page.html")
-    return folder / "page.html"
-
-
 def panel(browser, key):
     return browser.find_element(By.ID, f"panel-{key}")
 
@@ -111,9 +104,8 @@ def metrics(run, key):
 
 def test_each_panel_draws_the_values_of_the_metrics_at_their_places(browser, tmp_path):
     show(browser, one_run(tmp_path))
-    assert [one.get_attribute("id") for one in browser.find_elements(By.TAG_NAME, "figure")] == [
-        f"panel-{key}" for key in PANELS
-    ]
+    figures = browser.find_elements(By.TAG_NAME, "figure")
+    assert [one.get_attribute("id") for one in figures] == [f"panel-{key}" for key in PANELS]
     for key, name, metric in (
         ("loss", "training", "loss"),
         ("loss", "validation", "validation_loss"),
@@ -150,7 +142,10 @@ def test_the_pointer_shows_the_values_of_the_nearest_step(browser, tmp_path):
 
 @pytest.mark.nightly
 def test_several_runs_share_each_panel_and_the_table_switches_them(browser, tmp_path):
-    show(browser, two_runs(tmp_path))
+    first = write_run(tmp_path / "first", range(1, 9), **ENGINE)
+    second = write_run(tmp_path / "second", range(1, 13), validated=(6, 12), **ENGINE)
+    write_page([first, second], tmp_path / "page.html")
+    show(browser, tmp_path / "page.html")
     assert browser.title == "2 runs"
     loss = panel(browser, "loss")
     assert list(curves(loss)) == ["first: training", "second: training", "second: validation"]

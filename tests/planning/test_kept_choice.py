@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.check_tree import ROOT
-from tests.support.published_models import by_night
+from tests.support.published_models import PARTITIONS, by_night
 from tests.support.random_costs import LINKS, costs, limits
 from torchround.commands.plan_run import configured_question, planned_hardware
 from torchround.config import parse_command_line
@@ -160,9 +160,7 @@ def test_a_plan_of_least_host_memory_is_found_where_its_limit_is_tight():
     assert make_plan(costs, 2, 8, "sync", 1, limits, keep=KeepRule("all")).host_activation_bytes <= 1360
 
 
-@pytest.mark.parametrize(
-    "config", by_night(["qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora"])
-)
+@pytest.mark.parametrize("config", by_night(PARTITIONS))
 def test_the_longest_sequence_of_each_published_model_is_as_long_as_without_keeping(config):
     path = str(ROOT / "configs" / f"{config}.toml")
     machine = ["--machines.card=rtx4090", "--engine.num_devices=8", "--engine.host_memory_gib=745"]

@@ -100,16 +100,16 @@ def test_host_bytes_per_trained_parameter_of_split_weights(rule, expected):
 
     With fp32 weights it holds 2 or 4 bytes of weights, 2 of gradient and 12 of the optimizer in float16.
     """
+
+    def counted(number):
+        return ParameterCounts((BundleCount((number,)),))
+
     for update, element, whole in (("sync", 2, 16), ("async", 2, 18), ("sync", 4, 20), ("async", 4, 24)):
-        assert (
-            host_state(ParameterCounts((BundleCount((1000,)),)), update, 1, element, element, FULL).total_bytes
-            == 1000 * whole
-        )
+        memory = host_state(counted(1000), update, 1, element, element, FULL)
+        assert memory.total_bytes == 1000 * whole
     for update, nbytes in expected.items():
         updates = UpdateCosts((rule,), splits_weights=True, predicts=update == "predict")
-        memory = host_state(
-            ParameterCounts((BundleCount((64_000,)),)), "async" if update == "predict" else update, 1, 2, 2, updates
-        )
+        memory = host_state(counted(64_000), "async" if update == "predict" else update, 1, 2, 2, updates)
         assert memory.total_bytes == 64_000 * nbytes
 
 

@@ -206,8 +206,7 @@ def test_the_error_names_what_is_missing_with_figures():
     [
         ({"num_devices": 0}, "at least 1"),
         ({"update": "later"}, "later"),
-        ({"rounds": 5}, "1 to 4"),
-        ({"rounds": True}, "1 to 4"),
+        *(({"rounds": n}, "1 to 4") for n in (5, True)),
     ],
 )
 def test_arguments_that_no_plan_can_be_made_for_are_refused(changed, message):

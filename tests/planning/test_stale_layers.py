@@ -29,10 +29,7 @@ def test_no_plan_and_no_number_of_stale_layers_gives_a_shorter_step(costs, devic
     """Every partition is tried by hand, without kept activations; the plan may take 0.1 % longer to have fewer stale layers."""
     costs = costs.keeping([])
     run = costs, devices, micro_batches, 1, "bounded"
-    every = [
-        exact_step_s(partition, *run, stale_layers=split_of(partition))
-        for partition in all_partitions(costs.num_layers)
-    ]
+    every = [exact_step_s(each, *run, stale_layers=split_of(each)) for each in all_partitions(costs.num_layers)]
     plan = make_plan(costs, devices, micro_batches, "bounded", as_fast=0.0)
     assert plan.rounds == 1
     assert plan.step_s <= min(every) * (1 + AS_SHORT) + 1e-12

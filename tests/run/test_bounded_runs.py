@@ -43,10 +43,7 @@ def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs):
     longer, shorter = (small_runs.steps(name)[1] for name in ("longer", "shorter"))
     assert longer["validation_loss"] == shorter["validation_loss"]
     # A run of `sync` that starts from these weights validates them before its first update changes them.
-    start = (
-        "--checkpoint.load=weights",
-        f"--checkpoint.load_path={small_runs.path('shorter')}/checkpoints/{checkpoint_name(2)}",
-    )
+    start = ("--checkpoint.load=weights", f"--checkpoint.load_path={small_runs.checkpoint('shorter', 2)}")
     frozen = ("--training.steps=1", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0")
     assert small_runs("sync", *validated[4:], *start, *frozen, "--training.clip=layer") == 0
     assert small_runs.steps("sync")[0]["validation_loss"] == shorter["validation_loss"]

@@ -24,10 +24,7 @@ BYTES_VOCABULARY = 259
 
 def saved_again_by_three(path):
     tensors = tensors_in(path)
-    state, step = (
-        json.loads((path / "state.json").read_text()),
-        json.loads((path / "manifest.json").read_text())["step"],
-    )
+    state, manifest = (json.loads((path / f"{name}.json").read_text()) for name in ("state", "manifest"))
 
     def layer_of(name):
         return name.split("/")[1].removeprefix("block.").split(".")[0]
@@ -36,7 +33,7 @@ def saved_again_by_three(path):
 
     def save(group):
         own = {name: t for name, t in tensors.items() if layers.index(layer_of(name)) % 3 == group.rank}
-        Checkpointer(path.parent, team=MachineTeam.of(group)).save(step, own, state)
+        Checkpointer(path.parent, team=MachineTeam.of(group)).save(manifest["step"], own, state)
 
     run_machines(3, save)
     assert len(list(path.glob("*.safetensors"))) == 3

@@ -115,9 +115,7 @@ class RandomSetting:
                 for _ in range(2 * (self.validates and bool(share.micro_batches))):
                     assert engine.evaluate([parts[index] for index in share.micro_batches]).loss() > 0
             engine.drain()
-            assert engine.pool.allocated_bytes == engine.pool.reserved_bytes, (
-                "a buffer was taken in the middle of a step"
-            )
+            assert engine.pool.allocated_bytes == engine.pool.reserved_bytes, "a buffer was taken in a step"
             peaks = [device.peak_bytes() for device in devices]
             assert max(peaks) <= self.device_bytes
             return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + self.most_activations(plan)

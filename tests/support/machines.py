@@ -94,3 +94,11 @@ def group_of_environment(store_host=LOOPBACK, **group_settings):
 
 def named(num_machines):
     return [Machine(rank, f"node{rank}") for rank in range(num_machines)]
+
+
+def on_threads(calls):
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

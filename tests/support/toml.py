@@ -1,4 +1,4 @@
-"""Python's reader of TOML, which Python 3.10 lacks, and what `pyproject.toml` says of this project."""
+"""Python's reader of TOML, which Python 3.10 lacks, what `pyproject.toml` says of this project, and the least of a config."""
 
 import sys
 
@@ -11,3 +11,12 @@ else:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+MINIMAL = """
+[model]
+family = "llama3"
+flavor = "debug"
+[tokenizer]
+name = "bytes"
+[data]
+sources = [{path = "corpus.txt"}]
+"""

@@ -11,10 +11,8 @@ BFLOAT16 = torch.bfloat16
 
 
 def stores(num_machines, model, dtype=torch.float32, **options):
-    return [
-        toy_store(model, dtype, ownership=Ownership(machine, num_machines), **options)
-        for machine in range(num_machines)
-    ]
+    owners = [Ownership(machine, num_machines) for machine in range(num_machines)]
+    return [toy_store(model, dtype, ownership=owner, **options) for owner in owners]
 
 
 def adapted_model():

@@ -102,9 +102,8 @@ def test_a_stage_moves_in_equal_chunks_one_a_micro_batch_behind_the_activations_
     assert all(copy.ordered[activations] == copy.enqueued[activations] for copy in own)
     # Copies of one transfer window have the same computations before them.
     windows = [list(group) for _, group in groupby(own, lambda copy: copy.enqueued[Stream.COMPUTE])]
-    assert len(windows) == MICRO_BATCHES * len(
-        PARTITION.forward if stream is Stream.GRADIENT_DOWNLOAD else PARTITION.stages()[1:]
-    )
+    stages = PARTITION.forward if stream is Stream.GRADIENT_DOWNLOAD else PARTITION.stages()[1:]
+    assert len(windows) == MICRO_BATCHES * len(stages)
     elements = [sum(copy.nbytes for copy in window) // 4 for window in windows]
     for at in range(0, len(elements), MICRO_BATCHES):
         assert max(elements[at : at + MICRO_BATCHES]) - min(elements[at : at + MICRO_BATCHES]) <= 1

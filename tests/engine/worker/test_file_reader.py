@@ -100,9 +100,7 @@ def test_a_reader_of_its_own_reads_for_each_device_whose_thread_uploads_and_noth
         assert resident_bytes(base) == 0
         assert [device.copiers for device in engine.devices] == [{"torchround cpu:0"}, {"torchround cpu:1"}]
         assert len([thread for thread in threading.enumerate() if "reads for" in thread.name]) == 2
-        assert 0 < engine.pool.reserved_bytes == engine.pool.allocated_bytes, (
-            "the ring is reserved before the first step"
-        )
+        assert 0 < engine.pool.reserved_bytes == engine.pool.allocated_bytes, "the ring is reserved at first"
     assert not [thread for thread in threading.enumerate() if "reads for" in thread.name]
 
 
