@@ -23,7 +23,7 @@ from benchmarks.frame import Benchmark, Option, Report, table
 from torchround.accelerators import AcceleratorKind, CudaKind, as_if_on
 from torchround.engine.store.bundles import collect_bundles
 from torchround.engine.worker.compute import StageComputation, bind
-from torchround.engine.worker.slots import DeviceSlot, StageLayout, flatten, unflatten
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, UnpackedLayer, flatten, unflatten
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.borrowed import construction
@@ -487,7 +487,8 @@ def count_layers(
                 DeviceSlot(torch.empty(layout.weight_numel, dtype=dtype, device="meta")),
                 DeviceSlot(torch.empty(layout.gradient_numel, dtype=torch.float32, device="meta")),
             )
-            layers = bind(store, list(model.layers), layout, *slots, {})  # type: ignore[arg-type]
+            unpacked = UnpackedLayer(torch.empty(0))
+            layers = bind(store, list(model.layers), layout, *slots, {}, unpacked)  # type: ignore[arg-type]
             with CountingMode() as mode:
                 if index == len(model.layers) - 1:
                     run = StageComputation(layers, {index: hidden}, micro_batch, index, loss_factor=0.5)
