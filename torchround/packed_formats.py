@@ -135,7 +135,8 @@ class PackedPlace:
     def write(self, first: int, numbers: Tensor) -> None:
         """Pack flat `numbers` from number `first` on. Raises `ValueError` if one is not finite."""
         place = self.part(first, numbers.numel())
-        library = _library() if numbers.device.type == "cpu" and self.format.inner == 1 else None
+        is_plain = numbers.device.type != "cpu" or self.format.inner > 1 or numbers.dtype not in DTYPES
+        library = None if is_plain else _library()
         if library is None:
             is_finite = all(one._pack_plainly(piece) for one, piece in place._pieces(numbers))
         else:
@@ -143,11 +144,24 @@ class PackedPlace:
         if not is_finite:
             raise ValueError("it holds numbers that are not finite, which have no packed form")
 
-    def read(self, numbers: Tensor, compiled: Callable[..., None] | None = None) -> None:
-        """Unpack into flat `numbers` [numel], by `unpack_numbers` or by what a compiler made of it."""
-        packed = self.format
-        table = _table(packed.name, numbers.device)
-        factors = _table("ue8m0", numbers.device) if packed.scale_dtype == torch.uint8 else None
+    def read(
+        self,
+        numbers: Tensor,
+        compiled: Callable[..., None] | None = None,
+        tables: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Unpack into flat `numbers` [numel], by `unpack_numbers` or by what a compiler made of it.
+
+        `tables` keeps the tables of one device from call to call, as long as its owner lives.
+        """
+        packed, tables = self.format, {} if tables is None else tables
+        for name in (packed.name, *(("ue8m0",) if packed.scale_dtype == torch.uint8 else ())):
+            if name not in tables:
+                tables[name] = _table(name).to(numbers.device)
+        table, factors = (
+            tables[packed.name],
+            tables.get("ue8m0") if packed.scale_dtype == torch.uint8 else None,
+        )
         for place, piece in [(self, numbers)] if compiled else self._pieces(numbers):
             unpack = compiled or unpack_numbers
             unpack(place.codes, place.scales, table, factors, piece, packed.group, packed.inner)
@@ -256,7 +270,7 @@ def nf4_bounds() -> list[float]:
 
 
 @cache
-def _table(name: str, device: torch.device) -> Tensor:
+def _table(name: str) -> Tensor:
     """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
     byte = torch.arange(256, dtype=torch.uint8)
     low, high = (byte & 15).int(), (byte >> 4).int()
@@ -266,7 +280,7 @@ def _table(name: str, device: torch.device) -> Tensor:
         table = torch.tensor(E2M1_VALUES, dtype=torch.float32)[torch.stack((low, high), 1)]
     else:
         table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
-    return table.to(device)
+    return table
 
 
 @cache

@@ -32,6 +32,7 @@ from torchround.layer import (
     LayerWork,
     MicroBatch,
     Products,
+    decayed_names,
     names_in,
     renamed,
 )
@@ -45,8 +46,6 @@ _WEIGHT = ".weight"
 _KINDS = ("lora_A.weight", "lora_B.weight", MAGNITUDE)
 # Targets that PEFT, with transformers 5, moves to experts' stacks if a model has some, whatever else has that name.
 TAKEN_FOR_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-# Modules whose weights choose experts.
-ROUTERS = frozenset({"router", "gate"})
 # Of a weight whose rows' norms are computed at once, in fp32: 32 MiB.
 NORM_ELEMENTS = 1 << 23
 
@@ -316,12 +315,13 @@ def pack_base(model: LayeredModel, formats: PackedFormat | Mapping[str, PackedFo
     A router's choice would change by rounding its weights, and it is small. Embedding and head stay too: few of their rows
     matter for a token, and no adapter can correct them.
     """
-    shapes, packed = model.stored_shapes(), {}
+    packed, matrices = {}, model.stored_shapes().keys() & decayed_names(model)  # biases of experts are none
     for layer_name, layer in zip(model.names[1:-1], model.layers[1:-1], strict=True):
         for path, parameter in layer.named_parameters():
             name, owner = f"{layer_name}.{path}", path.rpartition(".")[0]
             found = formats if isinstance(formats, PackedFormat) else formats.get(name)
-            if found is None or parameter.requires_grad or name in model.own_dtypes or name not in shapes:
+            stays = parameter.requires_grad or name in model.own_dtypes or name not in matrices
+            if found is None or stays or path.endswith("bias"):
                 continue
             if found.name == "mxfp4" and getattr(layer.get_submodule(owner), "inputs_first", False):
                 found = replace(found, inner=parameter.shape[-1])  # groups of inputs, as GPT-OSS is released
@@ -332,7 +332,9 @@ def pack_base(model: LayeredModel, formats: PackedFormat | Mapping[str, PackedFo
 
 def _is_router(layer: nn.Module, path: str) -> bool:
     above, _, name = path.rpartition(".")
-    return name in ROUTERS and hasattr(layer.get_submodule(above), "experts")
+    # A dense feed-forward may call its gate so too; it has no experts beside it.
+    is_gate_of_experts = name == "gate" and hasattr(layer.get_submodule(above), "experts")
+    return is_gate_of_experts or "router" in path.split(".")
 
 
 def _check_stack(lora: LoraShape, names: Sequence[str], is_one: bool) -> None:

@@ -18,7 +18,7 @@ from torchround.layer import KEEPABLE
 from torchround.planning.update_modes import ASYNC, BOUNDED
 
 SEEDS, ALL_SEEDS = 50, 500
-MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug")
+MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug", "llama3-packed")
 WORKERS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4))
 
 

@@ -3,42 +3,17 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.support import engine_rows
 from tests.support.engine_rows import FAMILY_BLOCKS, Row, assert_same
-from tests.support.small_decoders import small_decoder
+from tests.support.small_decoders import packed_decoder, write_base
 from torchround.engine.compiled import LayerCompiler
 from torchround.models.common.feed_forward import MoEShape
-from torchround.models.common.lora import pack_base
-from torchround.packed_formats import FORMATS
-
-SIZES = {
-    "num_layers": FAMILY_BLOCKS,
-    "hidden_size": 128,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 64,
-    "ffn_size": 256,
-}
-
-
-def packed_model(name, family=("llama3", "debug"), targets=("q_proj", "up_proj"), **changes):
-    return pack_base(small_decoder(*family, targets, **SIZES | changes), FORMATS[name])
-
-
-def write_base(store):
-    """Write frozen weights that do not depend on the store's seed: a checkpoint does not hold packed ones."""
-    for bundle in store.bundles:
-        if bundle.packed is not None:
-            numbers = torch.randn(bundle.unpacked_numel, generator=torch.Generator().manual_seed(bundle.index)) / 12
-            values = {p.name: numbers[p.start : p.stop].view(p.shape) for p in bundle.parameters}
-            store.write_weights(values)
 
 
 def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), targets=("q_proj", "up_proj"), **changes):
     row = Row(*arguments, dtype="bf16", adapters=True, before=write_base, **changes)
-    return replace(row, build=lambda: packed_model(name, family, targets, **dict(sizes)))
+    return replace(row, build=lambda: packed_decoder(name, family, targets, **dict(sizes)))
 
 
 ROWS = {

@@ -13,6 +13,7 @@ from tests.simulated_accelerator.host_threads import HostThreads
 from tests.support.device_toy import device_engine
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.reference import Reference
+from tests.support.small_decoders import packed_decoder, write_base
 from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
 from torchround.engine.board import Watchdog
 from torchround.engine.device import AcceleratorDevice, Device, Stream
@@ -114,6 +115,8 @@ class ShortRun:
         if self.model == "toy":
             return toy_model(self.tied)
         family, flavor = self.model.split("-")
+        if flavor == "packed":
+            return packed_decoder("nf4", (family, "debug"), num_layers=BLOCKS)
         sizes = {"vocab_size": VOCABULARY, "num_layers": BLOCKS, "tied_embeddings": self.tied}
         model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor, **sizes))
         return model
@@ -138,6 +141,7 @@ def execute(run, make=AcceleratorDevice):
     model = run.build()
     table = OPTIMIZERS[run.optimizer]
     store = toy_store(model, run.dtype, mode=run.mode, pinned=True, optimizer=make_optimizer(table))
+    write_base(store)
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     partition, results = PARTITIONS[run.partition], []
     with pytest.MonkeyPatch.context() as patched:
@@ -164,6 +168,7 @@ def reference(run):
     """Train by the reference loop on the first simulated device: one stream, one thread, no engine."""
     model = run.build()
     store = toy_store(model, run.dtype, mode=run.mode)
+    write_base(store)
     options = {"rounds": run.rounds, "stale": run.stale_layers, "device": "simulated"}
     loop = Reference.of(model, store, OPTIMIZERS[run.optimizer], **options)
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
@@ -172,4 +177,5 @@ def reference(run):
         if run.evaluates:
             losses.append(loop.evaluate(held_out))
         losses.append(loop.step(micro_batches, LR))
-    return Outcome(losses, {name: view for name, view in loop.state().items() if not name.startswith(OLDER_WEIGHTS)})
+    not_saved = (OLDER_WEIGHTS, *(f"weights/{name}" for name in model.packed))
+    return Outcome(losses, {name: view for name, view in loop.state().items() if not name.startswith(not_saved)})

@@ -229,6 +229,7 @@ def model_of_folder(folder: Path, given: Mapping[str, Any]) -> TriedModel:
     weights, _ = configured_model.find_weights(options, model)
     assert weights is not None, "a folder has weights"
     in_folder = model.stored_shapes().keys() - adapter_names(model, family.module_names(shape)).keys()
+    in_folder -= model.packed.keys()
     mapped = weights.map_tensors(sorted(in_folder), DTYPES[options.config.training.dtype])
     return TriedModel(str(folder), options, model, shape, tokenizer, weights, mapped)
 

@@ -100,7 +100,7 @@ class PretrainedWeights:
         sizes = [f"{part}: {len(some)} tensors, {size_text(sum(some))}" for part, some in parts.items()]
         return f"{'; '.join(sizes)}; carried through the export" if sizes else None
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, with_adapters: bool = True) -> str:
         """Compute a digest by which copies of one folder are alike: each tensor's name, shape and first bytes."""
         digest = hashlib.sha256()
         with TensorFiles() as files:
@@ -110,7 +110,8 @@ class PretrainedWeights:
                 digest.update(
                     f"{tensor.name} {tensor.dtype_name} {tensor.shape} ".encode() + first.numpy().tobytes()
                 )
-        others = "" if self.adapters is None else f" and {self.adapters.fingerprint()}"
+        has_adapters = with_adapters and self.adapters is not None
+        others = f" and {self.adapters.fingerprint()}" if has_adapters and self.adapters else ""
         return digest.hexdigest()[:16] + others
 
     def load(

@@ -229,9 +229,7 @@ def _counted_costs(
         )
         layers = tuple(
             with_job(
-                card.unpacking(
-                    layer, nbytes, 0 if compiles else unpacking_bytes(nbytes // element_bytes, hardware.kind)
-                ),
+                card.unpacking(layer, nbytes, unpacking_bytes(nbytes // element_bytes, hardware.kind)),
                 shapes,
                 device,
                 dtype,

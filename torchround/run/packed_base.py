@@ -81,7 +81,8 @@ class PackedBase:
     def _caches(self, bundles: Sequence[Bundle]) -> Checkpointer | None:
         if self.cache is None:
             return None
-        digest = xxhash.xxh3_128(self.weights.fingerprint().encode())
+        # The last number is that of the packing; adapters of `lora.path` are no part of the base.
+        digest = xxhash.xxh3_128(f"{self.weights.fingerprint(with_adapters=False)} 1".encode())
         for bundle in bundles:
             places = [(p.name, p.start, tuple(p.shape)) for p in bundle.parameters]
             digest.update(f"{_name(bundle)} {bundle.numel} {places}".encode())

@@ -370,7 +370,9 @@ def mapped_ranges(
     """Yield `Bundle.mapped` of a frozen bundle. Files hold each of its parameters as consecutive flat tensors."""
     assert not bundle.trainable, f"{bundle.parameters[0].name} is trained, so it cannot stay in a file"
     if bundle.packed is not None:  # one tensor for all of them
-        yield 0, mapped[bundle.parameters[0].name][0]
+        [whole] = mapped[bundle.parameters[0].name]
+        assert whole.memory.numel() == bundle.numel, f"{bundle.name}: another bundle's packed weights"
+        yield 0, whole
         return
     for parameter in bundle.parameters:
         start = parameter.start

@@ -129,15 +129,15 @@ class UnpackedLayer:
     memory: Tensor
     content: tuple[int, int] | None = None
     compiled: Callable[..., None] | None = None
+    tables: dict[str, Tensor] = field(default_factory=dict)
 
     def compile(self, backend: str, bundles: "Sequence[Bundle]", memory: Tensor) -> None:
         """Compile the unpacking of each kind of bundle by running it on any bytes, which `memory` has."""
-        compiled = torch.compile(unpack_numbers, backend=backend)
+        compiled = torch.compile(unpack_numbers, backend=backend, fullgraph=True, dynamic=False)
         kinds = {(str(b.packed), b.unpacked_numel): b for b in bundles if b.packed is not None}
         try:
-            with torch.no_grad():
-                for bundle in kinds.values():
-                    self._unpack(SlotRange(0, bundle, 0), memory, compiled)
+            for bundle in kinds.values():
+                self._unpack(SlotRange(0, bundle, 0), memory, compiled)
         except Exception as error:  # noqa: BLE001  (a compiler may raise anything)
             logger.warning("packed weights are unpacked without a compiler, with the same bits: %s", error)
         else:
@@ -146,21 +146,20 @@ class UnpackedLayer:
     def hold(self, content: tuple[int, int], packed: "Sequence[SlotRange]", weights: Tensor) -> None:
         """Unpack a layer's ranges of the weight slot `weights`, unless they are what the memory holds."""
         if packed and content != self.content:
-            with torch.no_grad():
-                for used in packed:
-                    self._unpack(used, weights, self.compiled)
+            self.content = None
+            for used in packed:
+                self._unpack(used, weights, self.compiled)
             self.content = content
 
+    @torch.no_grad()
     def _unpack(self, used: "SlotRange", weights: Tensor, compiled: Callable[..., None] | None) -> None:
         place = used.bundle.place(weights[used.start : used.start + used.bundle.numel])
-        place.read(self.memory[used.unpacked_start :][: used.bundle.unpacked_numel], compiled)
+        numbers = self.memory[used.unpacked_start :][: used.bundle.unpacked_numel]
+        place.read(numbers, compiled, self.tables)
 
 
 class SlotRange(NamedTuple):
-    """The elements of a weight or gradient slot that one layer's use of a bundle occupies.
-
-    If it is packed, its numbers begin at `unpacked_start` in `UnpackedLayer.memory`.
-    """
+    """The elements of a slot that a layer's use of a bundle occupies, and where its numbers begin in `UnpackedLayer`."""
 
     layer: int
     bundle: Bundle
