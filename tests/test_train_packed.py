@@ -161,6 +161,7 @@ def test_a_mistake_is_one_message(mistake, folder, capsys):
 
 def test_a_trained_run_is_tried_and_exported_on_the_weights_that_it_trained_with(folder, capsys):
     assert run("packed", "--lora.base=nf4", "--checkpoint.export=weights") == 0
+    assert run("adapters", "--lora.base=nf4", "--checkpoint.export=adapters") == 0
     capsys.readouterr()
 
     def nats(*arguments):
@@ -168,6 +169,9 @@ def test_a_trained_run_is_tried_and_exported_on_the_weights_that_it_trained_with
         return float(capsys.readouterr().out.split("nats per token")[0].split()[-1])
 
     tried = nats("--run", "outputs/packed")
+    adapters = ("--lora.rank=2", '--lora.targets=["q_proj", "o_proj"]', "--lora.base=nf4")
+    alone = f"--lora.path=outputs/adapters/export/{checkpoint_name(3)}"
+    assert tried == nats("--model", "release", "--tokenizer.name=bytes", alone, *adapters)
     assert tried == pytest.approx(nats("--model", f"outputs/packed/export/{checkpoint_name(3)}"), abs=0.02)
     export = folder / "outputs/packed/export" / checkpoint_name(3)
     assert "base in `nf4`" in (export / "README.md").read_text()

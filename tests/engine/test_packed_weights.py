@@ -80,3 +80,10 @@ def test_host_memory_and_uploads_shrink_by_what_packing_saves(name):
     assert packed_bytes <= share * plain_bytes
     # Once for each forward and backward stage of four steps, and for the validation.
     assert uploaded[False] - uploaded[True] == (2 * len(packed_row.batches) + 1) * (plain_bytes - packed_bytes)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_biases_and_routers_are_not_packed(name):
+    packed = packed_decoder(name, ("gpt_oss", "debug"), ("q_proj",), moe=MoEShape(4, 2, 128)).packed
+    assert [path for path in packed if path.endswith("experts.down")]
+    assert not [path for path in packed if "bias" in path or "router" in path or "norm" in path]

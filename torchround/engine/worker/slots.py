@@ -138,10 +138,9 @@ class UnpackedLayer:
         try:
             for bundle in kinds.values():
                 self._unpack(SlotRange(0, bundle, 0), memory, compiled)
+            self.compiled = compiled
         except Exception as error:  # noqa: BLE001  (a compiler may raise anything)
             logger.warning("packed weights are unpacked without a compiler, with the same bits: %s", error)
-        else:
-            self.compiled = compiled
 
     def hold(self, content: tuple[int, int], packed: "Sequence[SlotRange]", weights: Tensor) -> None:
         """Unpack a layer's ranges of the weight slot `weights`, unless they are what the memory holds."""
