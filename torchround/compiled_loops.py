@@ -19,6 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 # Each rounding where the source has it: no fused multiply-add, no reordering. The last two flags change no result.
 FLAGS = (
     "-std=c++17",
@@ -29,6 +31,8 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
+# What the sources call each type.
+DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 POLL_S = 0.05
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from torchround.compiled_loops import (
+    DTYPES,
     KernelError,
     RangeThreads,
     cache_folder,
@@ -34,7 +35,6 @@ from torchround.compiled_loops import (
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("packed_formats.cpp")
-DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 # Numels are multiples of it, so that no group is cut and scales are aligned.
 UNIT = 256
 # Elements that a thread takes at once. Temporaries of plain operations on them stay in the second cache.

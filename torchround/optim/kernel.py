@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchround.compiled_loops import (
+    DTYPES,
     KernelError,
     RangeThreads,
     cache_folder,
@@ -32,7 +33,6 @@ from torchround.optim.update_pass import UpdateBuffers, UpdateKernel, update_
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
-DTYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # Elements that a thread takes at once: 1.7 MB of exact state in bf16. A multiple of the source's span.
 CHUNK_ELEMENTS = 64 * 1024
