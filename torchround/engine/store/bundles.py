@@ -116,7 +116,7 @@ class Bundle:
     is what those lack (`optim/split_weights.py`), and `weight` is None. `segments` cut the elements by update rule and
     hold the optimizer's values. A frozen bundle has device weights only, or what is `mapped`: tensors in files, each with its
     first element in the bundle. If it is `packed`, its `numel` elements are the bytes of that format, of `unpacked_numel`
-    numbers that a device unpacks them to. A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that
+    numbers that a device unpacks. A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that
     share the bundle; the host sums them in fp32. Its state is its fp32 weights, or `residual`, with the optimizer's values.
 
     The machine `owner` keeps the fp32 state, updates it and saves it. On other machines the bundle has device weights only.
@@ -287,7 +287,7 @@ def collect_bundles(
     """Group the model's parameters into bundles, in order of first use, with the locations of each layer's parameters.
 
     Parameters share a bundle if the same layers use them, and if they are alike in being trained, in being `mapped` and in
-    the format that they are packed in. Elements have `element_bytes`. `optimizer` says which rule updates each. Buffers are not allocated yet.
+    the format that they are packed in. `optimizer` says which rule updates each. Buffers are not allocated yet.
     """
     uses, facts = _parameter_uses(model), parameter_facts(model)
     groups: dict[tuple[tuple[int, ...], bool, bool, PackedFormat | None], list[ParameterFacts]] = {}

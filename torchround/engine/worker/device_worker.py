@@ -288,7 +288,7 @@ class StageRun:
     def _unpack(self, layer: int) -> None:
         """Have the packed weights of a layer unpacked before it runs, in its own computation."""
         content = layer, self._worker.setup.store.refreshes
-        self._worker.slots.unpacked.hold(content, self._layout.packed_of(layer), self._weights.memory)
+        self._worker.slots.unpacked.hold(content, self._layout.packed[layer], self._weights.memory)
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""

@@ -180,6 +180,7 @@ class StageLayout:
         self.layers = layers
         self.weights: list[SlotRange] = []
         self.gradients: list[SlotRange] = []
+        self.packed: dict[int, list[SlotRange]] = {layer: [] for layer in layers}
         self.weight_numel = self.gradient_numel = 0
         for layer in layers:
             unpacked_numel = 0
@@ -187,12 +188,11 @@ class StageLayout:
                 self.weights.append(SlotRange(layer, bundle, self.weight_numel, unpacked_numel))
                 self.weight_numel += bundle.numel
                 unpacked_numel += bundle.unpacked_numel
+                if bundle.packed is not None:
+                    self.packed[layer].append(self.weights[-1])
                 if bundle.trainable:
                     self.gradients.append(SlotRange(layer, bundle, self.gradient_numel))
                     self.gradient_numel += bundle.numel
-
-    def packed_of(self, layer: int) -> list[SlotRange]:
-        return [used for used in self.weights if used.layer == layer and used.bundle.packed is not None]
 
     def gradients_of(self, layers: range) -> slice:
         used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
