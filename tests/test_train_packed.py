@@ -146,6 +146,12 @@ MISTAKES = {
     "no adapters": ("--lora.rank=0", "--lora.base=nf4"),
     "a cache of nothing": ("--lora.base_cache=cache",),
     "a map of nothing": ("--lora.base=nf4", "--lora.map_base=true"),
+    "no release to keep the format of": (
+        "--model.hf_path=none",
+        "--model.family=llama3",
+        "--model.flavor=debug",
+        "--lora.base=auto",
+    ),
     "DoRA": ("--lora.base=nf4", "--lora.dora=true"),
     "an unknown format": ("--lora.base=int4",),
     "random weights": ("--model.hf_path=none", "--model.family=llama3", "--model.flavor=debug", "--lora.base=nf4"),

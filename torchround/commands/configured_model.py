@@ -87,11 +87,11 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
 def _packed(options: Options, family: ModelFamily, config: Any, model: LayeredModel) -> LayeredModel:
     """Have the frozen matrices packed as `lora.base` says. Raises `HFError` for a folder whose headers cannot be read."""
     base, folder = options.config.lora.base, options.config.model.hf_path
-    if base == "bf16" or (base == "auto" and folder is None):
+    if base == "bf16":
         return model
     if base != "auto":
         return pack_base(model, FORMATS[base])
-    assert folder is not None, "a release has a folder"
+    assert folder is not None, "the config checks want a folder"
     tensors = read_numbers(Path(folder).expanduser())
     names = family.names_in_folder(config, tensors).names
     found = {name: format_of([tensors[part] for part in names_in(held)]) for name, held in names.items()}

@@ -187,6 +187,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             yield f"lora.{key} model.hf_path", "the folder of the model that the adapters belong to"
     if lora.base != "bf16" and lora.rank == 0:
         yield "lora.base lora.rank", 'a rank above 0, because trained weights are not packed, or "bf16"'
+    if lora.base == "auto" and model.hf_path is None:
+        yield "lora.base model.hf_path", "the folder of the release whose format is kept, or a format"
     if lora.base != "bf16" and lora.dora:
         yield (
             "lora.base lora.dora",

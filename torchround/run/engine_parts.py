@@ -62,6 +62,8 @@ class RunParts:
             found |= self.validation.batches.fingerprints()
         if self.pretrained is not None:
             found["pretrained weights"] = self.pretrained.fingerprint()
+        if self.packed_base is not None:  # other weights, if the run begins with those of a checkpoint
+            found["packed base"] = self.packed_base.weights.fingerprint()
         return found
 
     def step_meter(self, devices: Sequence[Device], skipped_steps: int) -> StepMeter:
