@@ -231,7 +231,7 @@ def _released_config(
             raise options.error("model.family", f"{text}; legal: {show(family_of(content))}")
         if (advice := quantised_advice(quantisation(content))) is not None:
             raise HFError(f"{path.parent}: {advice}")
-        if "text_config" in content and named in (AUTO, BORROWED):
+        if "text_config" in content and "tie_word_embeddings" not in content and named in (AUTO, BORROWED):
             # Releases that wrap their text model often leave it out. The default of their class may then be wrong, and
             # `transformers` goes by the files. A folder of a config alone has none.
             with suppress(HFError):
