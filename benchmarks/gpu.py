@@ -26,7 +26,7 @@ from benchmarks.gpu_figures import (
     test_results,
 )
 from benchmarks.plain_loops import LR, ResidentLoop, random_step
-from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config import AdamWTable, Config, EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.engine.passes import StepResult
@@ -41,7 +41,7 @@ from torchround.planning.plan_report import plan_for
 from torchround.planning.planner import evaluate_plan
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler
 from torchround.run.hardware import Hardware, find_hardware
-from torchround.run.numbers import DTYPES, RunNumbers, run_question
+from torchround.run.numbers import DTYPES, run_question
 from torchround.run.step_meter import flops_per_token, mfu
 
 OPTIMIZER = AdamWTable(lr=LR)
@@ -99,7 +99,7 @@ class Bench:
         first_compile, *others = self.options.compile
         for update in self.options.updates:
             table = self._table(update, 1)
-            store = build_store(self.model, RunNumbers(self.training, table), find_hardware(table))
+            store = build_store(self.model, self._config(table), find_hardware(table))
             try:
                 store.initialize(self.model, seed=0)
                 report["parameters"] = store.num_parameters()
@@ -146,13 +146,13 @@ class Bench:
         if time.perf_counter() > self.deadline_s:
             return {**figures, "left_out": "the time was up"}
         table = self._table(update, workers, compiled)
-        hardware, numbers = find_hardware(table), RunNumbers(self.training, table)
-        question = run_question(self.model, numbers, hardware)
+        hardware, config = find_hardware(table), self._config(table)
+        question = run_question(self.model, config, hardware)
         plan, devices = plan_for(question), hardware.make_devices()
         baseline_bytes = start_peak(devices)
         compiler = self._layer_compiler(table, hardware, question.stays_uncompiled)
         start_s = time.perf_counter()
-        with build_engine(self.model, store, devices, plan, numbers, OPTIMIZER, compiler) as engine:
+        with build_engine(self.model, store, devices, plan, config, compiler) as engine:
             results, ends_s, allocations = self._steps(engine)
             peak_bytes = peak(devices) - baseline_bytes
         return {
@@ -171,6 +171,9 @@ class Bench:
             "allocations_after_warm_up": allocations[-1] - allocations[WARM_UP_STEPS - 1],
             "host_gib": psutil.Process().memory_info().rss / GIB,
         }
+
+    def _config(self, table: EngineTable) -> Config:
+        return Config.model_construct(training=self.training, engine=table, optimizer=OPTIMIZER)
 
     def _layer_compiler(
         self, table: EngineTable, hardware: Hardware, stays_uncompiled: bool
@@ -226,15 +229,15 @@ class Bench:
     def _measure_layers(self, store: HostStore) -> tuple[list[dict[str, Any]], float, Costs]:
         """Measure each layer's own times in the first steps, with one layer per stage; also return the first loss."""
         table = self._table("sync", 1).model_copy(update={"update": store.mode.name})
-        hardware, numbers = find_hardware(table), RunNumbers(self.training, table)
-        question = run_question(self.model, numbers, hardware)
+        hardware, config = find_hardware(table), self._config(table)
+        question = run_question(self.model, config, hardware)
         counted = question.costs()
         partition = Partition((1,) * (counted.num_layers - 1), 1, (1,) * (counted.num_layers - 1))
         plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.mode.name)
         results = []
         compiler = self._layer_compiler(table, hardware, question.stays_uncompiled)
         devices = hardware.make_devices()
-        with build_engine(self.model, store, devices, plan, numbers, OPTIMIZER, compiler) as engine:
+        with build_engine(self.model, store, devices, plan, config, compiler) as engine:
             for step in range(WARM_UP_STEPS):
                 results.append(engine.forward_backward(self._micro_batches(seed=step)))
                 engine.step(LR)

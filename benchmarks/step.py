@@ -8,12 +8,12 @@ import torch
 
 from benchmarks.frame import Benchmark, Option, Report, in_turns, median_ratio, timed
 from benchmarks.plain_loops import LR, MAX_NORM, SameArithmeticLoop, random_step
-from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config import AdamWTable, Config, EngineTable, TrainingTable
 from torchround.models import FAMILIES, OWN_FAMILIES
 from torchround.planning.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import run_question
 
 LEAST_SPEED_RATIO = 0.9
 
@@ -30,18 +30,18 @@ def beside_plain_loop(options: argparse.Namespace) -> Report:
         max_norm=MAX_NORM,
     )
     table = EngineTable(devices="cpu", num_devices=1)
-    numbers, hardware = RunNumbers(training, table), find_hardware(table)
+    run, hardware = Config.model_construct(training=training, engine=table), find_hardware(table)
     family = FAMILIES[options.family]
     config = family.config_from_flavor(options.flavor)
     model = family.build(config)
-    plan = plan_for(run_question(model, numbers, hardware))
-    store = build_store(model, numbers, hardware)
+    plan = plan_for(run_question(model, run, hardware))
+    store = build_store(model, run, hardware)
     store.initialize(model, seed=0)
     generator = torch.Generator().manual_seed(0)
     # One step more than is measured: the first step of each side allocates.
     drawn = [random_step(training, config.vocab_size, generator) for _ in range(options.steps + 1)]
     plain = SameArithmeticLoop(family.build(config), store, AdamWTable())
-    with build_engine(model, store, hardware.make_devices(), plan, numbers, AdamWTable()) as engine:
+    with build_engine(model, store, hardware.make_devices(), plan, run) as engine:
 
         def engine_loss(index: int) -> float:
             result = engine.forward_backward(drawn[index])

@@ -28,7 +28,7 @@ from torchround.planning.update_modes import STEPS_UNDER_WAY
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import RunParts, build_engine, build_store, layer_compiler
-from torchround.run.numbers import measured_plan
+from torchround.run.numbers import DTYPES, measured_plan
 from torchround.run.run_folder import RunError, require_room
 from torchround.untrusted.terminal import Progress, say
 
@@ -79,9 +79,11 @@ class Trainer:
         machines.same_mistakes(lambda: require_room(folder, parts.question), (RunError,), what)
         mapped = dict(parts.mapped)
         if parts.packed_base is not None and self.config.lora.map_base:
-            mapped |= parts.packed_base.map(parts.numbers.dtype, make_optimizer(self.config.optimizer))
+            mapped |= parts.packed_base.map(
+                DTYPES[self.config.training.dtype], make_optimizer(self.config.optimizer)
+            )
         ownership = Ownership(machines.rank, machines.size)
-        self.store = build_store(parts.model, parts.numbers, parts.hardware, mapped, ownership)
+        self.store = build_store(parts.model, self.config, parts.hardware, mapped, ownership)
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
         self._compiler = layer_compiler(
             *(parts.model, self.config.engine, parts.hardware.kind, parts.question.stays_uncompiled)
@@ -195,7 +197,7 @@ class Trainer:
         parts, machines = self._parts, self._parts.machines.group
         with self._meter.timed("excluded"):
             engine = build_engine(
-                *(parts.model, self.store, self._devices, plan, parts.numbers, self.config.optimizer),
+                *(parts.model, self.store, self._devices, plan, self.config),
                 compiler=self._compiler,
                 times_layers=times_layers,
                 machines=machines,

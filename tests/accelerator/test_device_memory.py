@@ -9,7 +9,7 @@ from tests.support.device_toy import device_engine
 from tests.support.small_decoders import decoder
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.accelerators import kind_of
-from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config import Config, EngineTable, TrainingTable
 from torchround.config.tables import PlanTable
 from torchround.engine.store import host_memory
 from torchround.engine.store.host_memory import HostAllocator
@@ -21,7 +21,7 @@ from torchround.planning.plan_report import plan_for
 from torchround.planning.update_modes import ASYNC, SYNC
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import run_question
 
 MIB = 2**20
 # What the plan does not count on a card: cuBLAS workspaces (32 MiB on Hopper for each thread and stream that
@@ -143,16 +143,16 @@ def test_a_device_uses_as_much_memory_as_was_planned(
     table = EngineTable(
         devices=kind, num_devices=workers, recompute=recompute, plan=PlanTable(forward=(4, 4), fused=4, backward=(4, 4))
     )
-    hardware, numbers = find_hardware(table), RunNumbers(training, table)
-    plan = plan_for(run_question(model, numbers, hardware))
+    hardware, config = find_hardware(table), Config.model_construct(training=training, engine=table)
+    plan = plan_for(run_question(model, config, hardware))
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     baseline_bytes = torch.accelerator.memory_allocated()
-    store = build_store(model, numbers, hardware)
+    store = build_store(model, config, hardware)
     store.initialize(model, seed=0)
     devices = [*hardware.make_devices()]
-    with build_engine(model, store, devices, plan, numbers, AdamWTable()) as engine:
+    with build_engine(model, store, devices, plan, config) as engine:
         batches = [random_micro_batches(seq_len) for _ in range(2)]
         train(engine, batches, lr=1e-4)
         peak_bytes = devices[0].peak_bytes() - baseline_bytes

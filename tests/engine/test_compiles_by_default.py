@@ -14,7 +14,7 @@ from tests.support.toy import toy_model
 from torchround import accelerators
 from torchround.accelerators import AcceleratorKind
 from torchround.commands.train_model import with_kept_choices
-from torchround.config import EngineTable, RunTable, TrainingTable
+from torchround.config import Config, EngineTable, RunTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
@@ -24,7 +24,7 @@ from torchround.planning.plan import Plan
 from torchround.planning.plan_report import missing_bytes, plan_for
 from torchround.run import engine_parts
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers, compiles_layers, layer_works, run_question
+from torchround.run.numbers import compiles_layers, layer_works, run_question
 from torchround.run.run_folder import RunFolder
 
 pytestmark = pytest.mark.compiles
@@ -60,19 +60,19 @@ def test_a_plan_counts_the_gradients_of_a_compiled_layer_where_layers_are_compil
     model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor))
     block = model.layers[1]
     gradients = 2 * sum(parameter.numel() for parameter in block.parameters())
-    numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(compile=setting))
+    table = EngineTable(compile=setting)
     for kind, compiled in (("cuda", setting in (True, "auto")), ("cpu", setting is True)):
-        counted = layer_works(model, numbers, kind, compiles_layers(numbers.engine, kind), 64, 2)[1].workspace_bytes
+        counted = layer_works(model, 2, kind, compiles_layers(table, kind), 64, 2)[1].workspace_bytes
         assert counted - block.work(2, 64, 2, kind).workspace_bytes == compiled * gradients
 
 
 @pytest.mark.parametrize("setting", ["auto", True])
 def test_auto_leaves_layers_uncompiled_if_a_run_fits_only_then_and_its_plan_keeps_that(setting, caplog, tmp_path):
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug"))
-    numbers = RunNumbers(TrainingTable(dtype="bfloat16", seq_len=16), EngineTable(compile=setting))
+    config = Config.model_construct(training=TrainingTable(seq_len=16), engine=EngineTable(compile=setting))
 
     def asked(device_bytes):
-        return run_question(model, numbers, Hardware("cuda", 1, device_bytes, spec=find_device("h100")))
+        return run_question(model, config, Hardware("cuda", 1, device_bytes, spec=find_device("h100")))
 
     compiled = asked(GIB)
     both = (compiled, compiled.uncompiled())
@@ -91,7 +91,7 @@ def test_auto_leaves_layers_uncompiled_if_a_run_fits_only_then_and_its_plan_keep
             (folder.path / "plan.json").write_text(plan.to_json())
             assert with_kept_choices(compiled, None, folder).stays_uncompiled
     assert "stays_uncompiled" not in plan_for(compiled).to_json()
-    assert engine_parts.layer_compiler(model, numbers.engine, "cuda", stays_uncompiled=True) is None
+    assert engine_parts.layer_compiler(model, config.engine, "cuda", stays_uncompiled=True) is None
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, train
-from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config import Config, EngineTable, TrainingTable
 from torchround.planning.plan import Plan
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers
 
 PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 4, "sync", 1.0, 0.0, 1.0)
 
@@ -26,10 +25,10 @@ PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 4, "sync", 1.0, 0.0, 1.0)
 def test_weights_and_gradients_have_the_dtypes_of_the_tables(dtype, keys, gradients, fits):
     """The digits of gradients tell whether they were added up in bfloat16: each of them `fits` into it then."""
     model, table = toy_model(), EngineTable(devices="cpu", num_devices=2, **keys)
-    hardware, numbers = find_hardware(table), RunNumbers(TrainingTable(dtype=dtype), table)
-    store = build_store(model, numbers, hardware)
+    hardware, config = find_hardware(table), Config.model_construct(training=TrainingTable(dtype=dtype), engine=table)
+    store = build_store(model, config, hardware)
     store.initialize(model, seed=0)
-    with build_engine(model, store, hardware.make_devices(), PLAN, numbers, AdamWTable()) as engine:
+    with build_engine(model, store, hardware.make_devices(), PLAN, config) as engine:
         train(engine, toy_batches(2, micro_batches=4))
     assert store.applied_updates == 2
     found = torch.cat([bundle.gradient for bundle in store.trained])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.machines import run_machines
-from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config import AdamWTable, Config, EngineTable, TrainingTable, ValidationTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.data import cut
 from torchround.engine.store.bundles import Ownership
@@ -24,7 +24,7 @@ from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import PlannedMachines
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import run_question
 
 
 class RandomSetting:
@@ -65,7 +65,6 @@ class RandomSetting:
         )
         table = AdamWTable if is_bounded else draw.choice([AdamWTable, MuonTable])
         self.optimizer = table(state=draw.choice(["exact", "compact"]))
-        self.numbers = RunNumbers(self.training, self.engine, optimizer=self.optimizer)
 
     def model(self):
         family = FAMILIES[self.family]
@@ -75,9 +74,14 @@ class RandomSetting:
             add_adapters(built, family.hf_names(config), LoraShape(4, 8.0, 0.0, ("q_proj", "v_proj")))
         return built
 
+    def config(self):
+        validation = ValidationTable(interval_steps=int(self.validates))
+        tables = {"training": self.training, "engine": self.engine, "optimizer": self.optimizer}
+        return Config.model_construct(**tables, validation=validation)
+
     def question(self, host_bytes=None):
         hardware = Hardware("cpu", self.devices, self.device_bytes, host_bytes)
-        return run_question(self.model(), self.numbers, hardware, validates=self.validates)
+        return run_question(self.model(), self.config(), hardware)
 
     def least_plan(self):
         """With a byte of host memory less there is no plan."""
@@ -101,10 +105,10 @@ class RandomSetting:
     def measured_bytes(self, plan, group=None):
         rank, size = (group.rank, group.size) if group else (0, 1)
         model, hardware = self.model(), Hardware("cpu", self.devices, self.device_bytes)
-        store = build_store(model, self.numbers, hardware, ownership=Ownership(rank, size) if group else None)
+        store = build_store(model, self.config(), hardware, ownership=Ownership(rank, size) if group else None)
         store.initialize(model, 0)
         devices = hardware.make_devices()
-        with build_engine(model, store, devices, plan, self.numbers, self.optimizer, machines=group) as engine:
+        with build_engine(model, store, devices, plan, self.config(), machines=group) as engine:
             for seed in range(3):
                 parts = cut(self.batch(seed), self.training.micro_batch_size)
                 share = step_share(len(parts), plan.rounds, rank, size)
@@ -175,7 +179,6 @@ class MachineSetting(RandomSetting):
         batch = batch if rounds == 1 else 2 * self.num_machines * self.training.micro_batch_size
         self.training = self.training.model_copy(update={"global_batch_size": batch})
         self.engine = self.engine.model_copy(update={"rounds": rounds})
-        self.numbers = RunNumbers(self.training, self.engine, optimizer=self.optimizer)
 
     def question(self, host_bytes=None):
         return replace(super().question(host_bytes), machines=PlannedMachines(self.num_machines))

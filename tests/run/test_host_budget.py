@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchround.run.hardware
-from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config import AdamWTable, Config, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
 from torchround.models import FAMILIES, LoraShape, add_adapters, pack_base
@@ -18,7 +18,7 @@ from torchround.planning.plan_report import longest_tokens, plan_for
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware, available_host_bytes
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import run_question
 
 CPU = Hardware("cpu", 1, 2**30)
 
@@ -34,8 +34,8 @@ def model(tied=False, frozen=False, adapters=False, packed=None):
     return built if packed is None else pack_base(built, FORMATS[packed])
 
 
-def budget_of(built, numbers, mapped=()):
-    return run_question(built, numbers, CPU, mapped).state()
+def budget_of(built, config, mapped=()):
+    return run_question(built, config, CPU, mapped).state()
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,12 @@ def budget_of(built, numbers, mapped=()):
     ],
 )
 def test_the_budget_is_what_the_host_store_allocates(shape, dtype, update, rounds):
-    numbers = RunNumbers(TrainingTable(dtype=dtype), EngineTable(update=update, rounds=rounds))
-    question = run_question(model(**shape), numbers, CPU)
+    config = Config.model_construct(
+        training=TrainingTable(dtype=dtype), engine=EngineTable(update=update, rounds=rounds)
+    )
+    question = run_question(model(**shape), config, CPU)
     budget = question.state()
-    store = build_store(model(**shape), numbers, CPU)
+    store = build_store(model(**shape), config, CPU)
     store.allocate_gradients(rounds)
     # Parts of sums land in buffers of the engine's pool, which are whole pages.
     summed = [bundle for bundle in store.trained if bundle.adds_up]
@@ -70,18 +72,18 @@ def test_the_budget_is_what_the_host_store_allocates(shape, dtype, update, round
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied):
-    numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable())
+    config = Config.model_construct()
     built = model(tied=tied, adapters=True)
     base = {name: shape for name, shape in built.stored_shapes().items() if "lora_" not in name}
     mapped = {
         name: (FileTensor(torch.zeros(shape.numel(), dtype=torch.bfloat16), Path("base"), -1, 0),)
         for name, shape in base.items()
     }
-    budget = budget_of(built, numbers, tuple(mapped))
-    store = build_store(built, numbers, CPU, mapped)
+    budget = budget_of(built, config, tuple(mapped))
+    store = build_store(built, config, CPU, mapped)
     store.allocate_gradients(1)
     assert budget.state_bytes == store.nbytes()
-    copied = budget_of(built, numbers)
+    copied = budget_of(built, config)
     assert budget.mapped_bytes == sum(tensor.memory.nbytes for (tensor,) in mapped.values())
     # Copies of small parameters are padded, files are not.
     padded = sum(2 * 256 * -(-shape.numel() // 256) for shape in base.values())
@@ -93,24 +95,24 @@ def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied):
 def test_a_compact_state_saves_what_the_store_of_a_run_with_it_lacks(table):
     compact = table.model_copy(update={"state": "compact"})
 
-    def numbers(settings):
-        return RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(update="async"), optimizer=settings)
+    def config(settings):
+        return Config.model_construct(engine=EngineTable(update="async"), optimizer=settings)
 
     def store_bytes(settings):
-        return build_store(model(), numbers(settings), CPU).nbytes()
+        return build_store(model(), config(settings), CPU).nbytes()
 
-    question = run_question(model(), numbers(table), CPU)
+    question = run_question(model(), config(table), CPU)
     [(setting, smaller)] = question.updates.smaller
     saved_bytes = question.state().state_bytes - replace(question, updates=smaller).state().state_bytes
     assert setting == 'optimizer.state = "compact"' and saved_bytes == store_bytes(table) - store_bytes(compact) > 0
-    assert not run_question(model(), numbers(compact), CPU).updates.smaller
+    assert not run_question(model(), config(compact), CPU).updates.smaller
 
 
 def test_each_length_is_tried_with_its_own_batches_of_data():
     """Sequences of 16 Mi tokens need 1 GiB of batches; the ones that fit, far less."""
-    numbers = RunNumbers(TrainingTable(seq_len=2**24, global_batch_size=2), EngineTable())
-    scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), numbers).state_bytes + 2**29)
-    question = run_question(model(), numbers, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch)
+    config = Config.model_construct(training=TrainingTable(seq_len=2**24, global_batch_size=2))
+    scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), config).state_bytes + 2**29)
+    question = run_question(model(), config, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch)
     with pytest.raises(InfeasiblePlanError, match="are missing"):
         plan_for(question)
     assert longest_tokens(question) == longest_tokens(replace(question, seq_len=1024)) > 0
@@ -130,11 +132,11 @@ def test_a_containers_limit_counts_where_it_is_lower_without_files_that_the_kern
 @pytest.mark.parametrize(("kind", "rings"), [("cuda", 2), ("cpu", 0)])
 def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_pages(kind, rings):
     """The engine takes them from its pool (`tests/engine/worker/test_file_reader.py`)."""
-    built, numbers = model(adapters=True), RunNumbers(TrainingTable(), EngineTable())
+    built, config = model(adapters=True), Config.model_construct()
     machine = Hardware(kind, 2, 2**30)
     names = [f"block.0.{path}" for path, parameter in built.layers[1].named_parameters() if not parameter.requires_grad]
-    with_files = run_question(built, numbers, machine, names).state()
+    with_files = run_question(built, config, machine, names).state()
     assert with_files.reader_bytes == rings * READER_BUFFERS * READER_BUFFER_BYTES
-    assert run_question(built, numbers, machine).state().reader_bytes == 0
+    assert run_question(built, config, machine).state().reader_bytes == 0
     state = with_files.weight_bytes + with_files.gradient_bytes + with_files.optimizer_bytes
     assert with_files.state_bytes == state + with_files.reader_bytes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import run_program
-from torchround.config import EngineTable, TrainingTable
+from torchround.config import Config, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import optimizer_tables
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
@@ -18,7 +18,7 @@ from torchround.planning.memory import PROGRAM_BYTES
 from torchround.planning.partition import Partition
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import run_question
 
 HARDWARE = Hardware("cpu", 1, device_bytes=2**30)
 TOKENS, VOCABULARY = 16, 512
@@ -29,12 +29,12 @@ SIZES = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4,
 def train(optimizer, state, update, measure):
     table = optimizer_tables()[optimizer].model_validate({"state": state})
     training = TrainingTable(seq_len=TOKENS, global_batch_size=1, micro_batch_size=1)
-    numbers = RunNumbers(training, EngineTable(update=update), optimizer=table)
+    config = Config.model_construct(training=training, engine=EngineTable(update=update), optimizer=table)
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug", **SIZES, vocab_size=VOCABULARY))
     tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     micro_batch = MicroBatch(tokens, tokens, torch.arange(TOKENS)[None], torch.zeros_like(tokens), max_documents=1)
     before = measure()
-    store = build_store(model, numbers, HARDWARE)
+    store = build_store(model, config, HARDWARE)
     store.initialize(model, seed=0)
     settings = EngineSettings(clip="layer" if update == "bounded" else "global")
     blocks = (1,) * (len(model.layers) - 1)
@@ -43,7 +43,7 @@ def train(optimizer, state, update, measure):
         engine.forward_backward([micro_batch])
         engine.step(1e-3)
         engine.drain()
-    return before, measure(), store, run_question(model, numbers, HARDWARE).state()
+    return before, measure(), store, run_question(model, config, HARDWARE).state()
 
 
 def storages():

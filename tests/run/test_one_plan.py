@@ -8,14 +8,14 @@ import pytest
 import torchround.run.numbers
 from tests.support.small_run import TIED, files_of
 from torchround.commands import plan_run, train_model
-from torchround.config import EngineTable, PlanTable, TrainingTable, load_config
+from torchround.config import Config, EngineTable, PlanTable, load_config
 from torchround.models import FAMILIES
 from torchround.planning import plan_report
 from torchround.planning.memory import MIB
 from torchround.planning.plan_report import plan_for
 from torchround.planning.rates import RATES
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers, given_plan, run_question
+from torchround.run.numbers import given_plan, run_question
 
 KEYS = [
     *("--engine.plan=none", "--engine.rounds=2", "--engine.recompute=layer", "--engine.update=async"),
@@ -63,10 +63,10 @@ def test_a_plan_for_cards_counts_the_launches_of_each_block_and_one_for_the_host
     hardware = Hardware("cuda", 8, 2**34, 2**34)
     for flavor, launch_s in (("debug", RATES.block_launch_s), ("debug_moe", RATES.experts_launch_s)):
         model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].config_from_flavor(flavor))
-        numbers = RunNumbers(TrainingTable(), EngineTable())
-        counted = run_question(model, numbers, hardware).costs()
+        config = Config.model_construct()
+        counted = run_question(model, config, hardware).costs()
         assert counted.launch_s == pytest.approx((len(model.layers) - 2) * launch_s)
-        assert run_question(model, numbers, MACHINE).costs().launch_s == 0
+        assert run_question(model, config, MACHINE).costs().launch_s == 0
 
 
 @pytest.mark.parametrize("more", [[TIED], ["--engine.plan=none", "--engine.rounds=2"]])
@@ -90,10 +90,9 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(small_r
 
 def test_the_plan_of_a_file_says_what_is_kept_unless_a_setting_does(tmp_path):
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug"))
-    numbers = RunNumbers(
-        TrainingTable(), EngineTable(keep_activations="all", plan=PlanTable(forward=[6], fused=2, backward=[6]))
-    )
-    plan = plan_for(run_question(model, numbers, Hardware("cuda", 2, 2**34, 2**34)))
+    table = EngineTable(keep_activations="all", plan=PlanTable(forward=[6], fused=2, backward=[6]))
+    config = Config.model_construct(engine=table)
+    plan = plan_for(run_question(model, config, Hardware("cuda", 2, 2**34, 2**34)))
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     assert any(plan.kept)

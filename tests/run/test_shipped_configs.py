@@ -1,14 +1,17 @@
 """Each shipped config fits the machine that its first line names: with a validation, before and after measuring."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from torchround.commands.configured_model import build_model
-from torchround.commands.plan_run import planned_hardware, planned_machines, question_of
+from torchround.commands.plan_run import planned_hardware, planned_machines
 from torchround.config import parse_command_line
+from torchround.data.loader import loader_bytes
 from torchround.planning.plan_report import fits, host_memory, plan_for
+from torchround.run.numbers import run_question
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -24,7 +27,8 @@ def question_for(config, *keys):
     assert first.startswith(f"# {table.num_cards} x {name} (24 GiB), {table.host_memory_gib:g} GiB of host memory")
     machine = planned_hardware(options)
     machines = planned_machines(table)
-    return question_of(options.config, build_model(options), machine, (), machines)
+    loading = partial(loader_bytes, options.config.data)
+    return run_question(build_model(options), options.config, machine, (), machines, loading)
 
 
 def by_tier(path):

@@ -6,7 +6,7 @@ The shipped configs name a machine ([machines]), so that `--config` alone is eno
 follow, as for train.py: `--training.seq_len 8192`. Nothing is allocated.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -14,10 +14,9 @@ from itertools import islice
 from torchround.accelerators import deterministic_operations
 from torchround.commands import end_with_message, new_parser
 from torchround.commands.configured_model import MISTAKES, build_model, find_weights
-from torchround.config import Config, MachinesTable, Options, parse_command_line, show
+from torchround.config import MachinesTable, Options, parse_command_line, show
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
-from torchround.layer import LayeredModel
 from torchround.planning.cards import device_names, find_device
 from torchround.planning.exchange_time import exchange_text, usable_bytes_per_s
 from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
@@ -32,9 +31,9 @@ from torchround.planning.plan_report import (
     report_plan,
 )
 from torchround.planning.planner import InfeasiblePlanError
-from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
+from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, USABLE_HOST_FRACTION, Hardware, planned_kind
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import run_question
 from torchround.untrusted.terminal import say
 
 MOST_ADVICE = 3
@@ -75,33 +74,8 @@ def configured_question(options: Options, hardware: Hardware) -> RunQuestion:
         vocab_size = build_tokenizer(config.tokenizer, config.model.hf_path).vocab_size
     model = build_model(options, vocab_size)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
-    return question_of(
-        config, model, hardware, [*mapped, *mapped_packed(config, model)], planned_machines(config.machines)
-    )
-
-
-def mapped_packed(config: Config, model: LayeredModel) -> Collection[str]:
-    """List the packed weights that stay in files of `lora.base_cache`."""
-    return model.packed if config.lora.map_base else ()
-
-
-def question_of(
-    config: Config,
-    model: LayeredModel,
-    hardware: Hardware,
-    mapped: Collection[str],
-    machines: PlannedMachines = ONE_MACHINE,
-) -> RunQuestion:
-    """Describe the run of a model that is built already; the last two arguments are as in `run_question`."""
-    return run_question(
-        model,
-        RunNumbers(config.training, config.engine, config.optimizer),
-        hardware,
-        mapped,
-        validates=config.validation.interval_steps > 0,
-        loader_bytes_for=partial(loader_bytes, config.data),
-        machines=machines,
-    )
+    machines = planned_machines(config.machines)
+    return run_question(model, config, hardware, mapped, machines, partial(loader_bytes, config.data))
 
 
 def planned_hardware(options: Options) -> Hardware:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torchround.commands import configured_model, end_with_message, plan_run
 from torchround.commands.export_hf import export, stop_tokens
 from torchround.config import Config, Options, parse_command_line, show, to_toml
 from torchround.data import DataError, Loader, Tokenizer, build_validation_loader
-from torchround.data.loader import reads_conversations
+from torchround.data.loader import loader_bytes, reads_conversations
 from torchround.data.text.chat import prompts_of
 from torchround.engine.errors import EngineError
 from torchround.hf import HFError
@@ -37,7 +38,7 @@ from torchround.run.checkpoints import check_start, first_state, given_folder
 from torchround.run.early_end import BadStepsError
 from torchround.run.engine_parts import RunParts
 from torchround.run.hardware import Hardware, find_hardware
-from torchround.run.numbers import RunNumbers, num_parameters
+from torchround.run.numbers import num_parameters, run_question
 from torchround.run.packed_base import PackedBase
 from torchround.run.run_folder import RunError, RunFolder, disk_text, require_room
 from torchround.run.several_machines import RunMachines, joined_machines
@@ -130,8 +131,8 @@ def build(
     start = given_folder(config)
     if start is not None and config.checkpoint.load == "weights" and not checkpointer.checkpoints():
         pretrained = configured_model.starting_weights(start, model, mapped)
-    in_files = [*mapped, *plan_run.mapped_packed(config, model)]
-    question = plan_run.question_of(config, model, hardware, in_files, planned)
+    loading = partial(loader_bytes, config.data)
+    question = run_question(model, config, hardware, mapped, planned, loading)
     question = with_kept_choices(question, config, folder)
     plan = plan_run.plan_with_advice(question)
     if question.mode.updates_by_layer:
@@ -152,7 +153,6 @@ def build(
         model=model,
         loader=loader,
         validation=validation,
-        numbers=RunNumbers(config.training, config.engine, config.optimizer),
         hardware=hardware,
         question=question,
         plan=plan,

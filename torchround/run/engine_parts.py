@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchround.accelerators import kind_of
-from torchround.config import Config, EngineTable, OptimizerTable
+from torchround.config import Config, EngineTable
 from torchround.data.loader import Loader, ValidationLoader
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
@@ -21,7 +21,7 @@ from torchround.planning.plan import Plan
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.update_modes import mode_of
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers, compiles_layers
+from torchround.run.numbers import DTYPES, compiles_layers
 from torchround.run.packed_base import PackedBase
 from torchround.run.run_folder import RunFolder
 from torchround.run.several_machines import RunMachines
@@ -46,7 +46,6 @@ class RunParts:
     model: LayeredModel
     loader: Loader
     validation: RunValidation
-    numbers: RunNumbers
     hardware: Hardware
     question: RunQuestion
     plan: Plan
@@ -73,31 +72,31 @@ class RunParts:
         peaks = self.machines.agree("start", [peak, len(devices)], "the devices of all machines")
         is_known = all(each is not None for each, _ in peaks)
         all_flops_per_s = float(sum(each * count for each, count in peaks)) if is_known else None
-        counted = flops_per_token(self.model, training.seq_len, self.numbers.dtype.itemsize)
+        counted = flops_per_token(self.model, training.seq_len, DTYPES[training.dtype].itemsize)
         return StepMeter(devices, counted, all_flops_per_s, skipped_steps)
 
 
 def build_store(
     model: LayeredModel,
-    numbers: RunNumbers,
+    config: Config,
     hardware: Hardware,
     mapped: Mapping[str, Sequence[FileTensor]] | None = None,
     ownership: Ownership | None = None,
 ) -> HostStore:
     # With an optimizer that cannot predict, nothing corrects the delay.
-    predicts = numbers.engine.delay_correction != "none" and numbers.optimizer.can_predict
+    predicts = config.engine.delay_correction != "none" and config.optimizer.can_predict
     store = HostStore(
         model,
-        numbers.dtype,
-        mode=mode_of(numbers.engine.update).with_prediction(predicts),
+        DTYPES[config.training.dtype],
+        mode=mode_of(config.engine.update).with_prediction(predicts),
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         mapped=mapped,
         ownership=ownership,
-        optimizer=make_optimizer(numbers.optimizer),
+        optimizer=make_optimizer(config.optimizer),
     )
     # Deviations from the median above which a step is a spike; 0 finds none.
-    store.spikes = SpikeBounds(0.0 if numbers.training.on_spike == "off" else 10.0)
+    store.spikes = SpikeBounds(0.0 if config.training.on_spike == "off" else 10.0)
     return store
 
 
@@ -106,29 +105,31 @@ def build_engine(
     store: HostStore,
     devices: Sequence[Device],
     plan: Plan,
-    numbers: RunNumbers,
-    optimizer: OptimizerTable,
+    config: Config,
     compiler: LayerCompiler | None = None,
     times_layers: bool = False,
     machines: MachineGroup | None = None,
 ) -> Engine:
     """Start an engine that runs `plan`. `compiler` may hold layers that an earlier engine of the model compiled."""
-    table = numbers.engine
+    table = config.engine
     settings = EngineSettings(
         rounds=plan.rounds,
-        max_norm=numbers.training.max_norm,
-        clip=numbers.training.clip,
+        max_norm=config.training.max_norm,
+        clip=config.training.clip,
         stale_layers=plan.stale_layers,
         layerwise_recompute=table.recompute == "layer",
         times_layers=times_layers,
-        accumulate_dtype=numbers.accumulate_dtype,
+        accumulate_dtype=DTYPES[table.accumulate_dtype],
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),
         compiler=compiler,
         kept=plan.kept,
     )
     return Engine(
-        *(model, store, devices, plan.partition), optimizer=optimizer, settings=settings, machines=machines
+        *(model, store, devices, plan.partition),
+        optimizer=config.optimizer,
+        settings=settings,
+        machines=machines,
     )
 
 

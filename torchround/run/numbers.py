@@ -7,7 +7,7 @@ and the `plan` command cannot disagree: `run_question` puts them together, and `
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import AdamWTable, EngineTable, OptimizerTable, TrainingTable
+from torchround.config import Config, EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import layer_times
@@ -52,46 +52,28 @@ COMPACT_STATE = 'optimizer.state = "compact"'
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
-class RunNumbers:
-    """The tables that decide types and sizes. Devices compute, and weights travel, in `dtype`."""
-
-    training: TrainingTable
-    engine: EngineTable
-    optimizer: OptimizerTable = field(default_factory=AdamWTable)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.training.dtype]
-
-    @property
-    def accumulate_dtype(self) -> torch.dtype:
-        return DTYPES[self.engine.accumulate_dtype]
-
-
 def run_question(
     model: LayeredModel,
-    numbers: RunNumbers,
+    config: Config,
     hardware: Hardware,
     mapped: Collection[str] = (),
-    *,
-    validates: bool = False,
-    loader_bytes_for: Callable[[int, int], int] = lambda tokens, batch: 0,
     machines: PlannedMachines = ONE_MACHINE,
+    loader_bytes_for: Callable[[int, int], int] = lambda tokens, batch: 0,
 ) -> RunQuestion:
-    """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
+    """Describe the run of `model`, adapters included, on `hardware` for the planner.
 
-    `mapped` are names of frozen weights that stay in their files. `validates`, `loader_bytes_for` and `machines` are as
-    in `RunQuestion`. Raises `EngineUsageError` as `given_plan` does, or if the devices lack a switch that is asked for.
+    `mapped` are names of frozen weights that stay in their files, beside packed ones. `loader_bytes_for` and `machines` are as in
+    `RunQuestion`. Raises `EngineUsageError` as `given_plan` does, or if the devices lack a switch that is asked for.
     """
-    training, engine = numbers.training, numbers.engine
+    training, engine, dtype = config.training, config.engine, DTYPES[config.training.dtype]
     given, stale_layers, given_kept = given_plan(engine, len(model.layers))
     if training.fp16_accumulation and not kind_of(hardware.kind).adds_in_fp16:
         raise EngineUsageError(
             f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
         )
-    bundles, _ = collect_bundles(model, mapped, make_optimizer(numbers.optimizer), numbers.dtype.itemsize)
-    updates, rule_of = optimizer_costs(model, bundles, numbers)
+    mapped = {*mapped, *(model.packed if config.lora.map_base else ())}
+    bundles, _ = collect_bundles(model, mapped, make_optimizer(config.optimizer), dtype.itemsize)
+    updates, rule_of = optimizer_costs(model, bundles, config)
     counts = parameter_counts(bundles, mapped, rule_of)
     # By layer, the matrices that devices orthogonalise for its update.
     matrices: list[list[torch.Size]] = [[] for _ in model.layers]
@@ -99,7 +81,7 @@ def run_question(
         matrices[bundle.layers[0]] += [parameter.shape for parameter in directed_parameters(bundle)]
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
-    counted = partial(_counted_costs, model, numbers, hardware, bundles, counts, updates, matrices)
+    counted = partial(_counted_costs, model, config, hardware, bundles, counts, updates, matrices)
     compiles = compiles_layers(engine, hardware.kind)
     question = RunQuestion(
         costs_for=counted(compiles),
@@ -116,15 +98,15 @@ def run_question(
         update=engine.update,
         rounds=engine.rounds or 1,  # one round unless the config asks for more
         recompute=engine.recompute,
-        element_bytes=numbers.dtype.itemsize,
-        gradient_bytes=numbers.dtype.itemsize,
-        accumulate_bytes=numbers.accumulate_dtype.itemsize,
-        float16_gradients=numbers.dtype is torch.float16,
+        element_bytes=dtype.itemsize,
+        gradient_bytes=dtype.itemsize,
+        accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
+        float16_gradients=dtype is torch.float16,
         reader_bytes=READER_BUFFERS * READER_BUFFER_BYTES * hardware.num_devices if reads_files else 0,
         loader_bytes_for=loader_bytes_for,
         constant_bytes=model.constant_bytes(),
         devices_on_host=hardware.kind == "cpu",
-        validates=validates,
+        validates=config.validation.interval_steps > 0,
         given=given,
         stale_layers=stale_layers,
         keep_activations=engine.keep_activations,
@@ -195,7 +177,7 @@ def given_plan(
 
 def _counted_costs(
     model: LayeredModel,
-    numbers: RunNumbers,
+    config: Config,
     hardware: Hardware,
     bundles: Sequence[Bundle],
     counts: ParameterCounts,
@@ -203,27 +185,27 @@ def _counted_costs(
     matrices: Sequence[Sequence[torch.Size]],
     compiles: bool,
 ) -> Callable[[int, int, int], Costs]:
-    numels, dtype = layer_numels(bundles, len(model.layers)), numbers.training.dtype
+    numels, dtype = layer_numels(bundles, len(model.layers)), config.training.dtype
+    element_bytes = DTYPES[dtype].itemsize
     unpacked = [0] * len(model.layers)
     for packed in bundles:
         for index in packed.layers:
-            unpacked[index] += packed.unpacked_numel * numbers.dtype.itemsize
-    moving = numbers.engine.update, numbers.dtype.itemsize, numbers.dtype.itemsize
+            unpacked[index] += packed.unpacked_numel * element_bytes
+    moving = config.engine.update, element_bytes, element_bytes
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
     device = hardware.spec or ASSUMED_DEVICE
-    card = CardRates.of(device, dtype, numbers.training.fp16_accumulation)
+    card = CardRates.of(device, dtype, config.training.fp16_accumulation)
     # Virtual devices and their updates share processors of unknown speed: their costs are proportions.
     is_virtual = hardware.kind == "cpu" or hardware.spec is None
     moved = [0.0] * len(model.layers)
     for bundle in counts.bundles:
         moved[bundle.layers[0]] += updates.traffic_bytes(bundle.by_rule, *moving)
 
-    works_of = cache(partial(layer_works, model, numbers, hardware.kind, compiles))
+    works_of = cache(partial(layer_works, model, element_bytes, hardware.kind, compiles))
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         works = works_of(tokens, sequences)
-        element_bytes = numbers.dtype.itemsize
         costs = costs_from_work(
             model.names, works, numels, card, element_bytes, accumulate_bytes, () if is_virtual else moved
         )
@@ -245,9 +227,8 @@ def _counted_costs(
 
 
 def layer_works(
-    model: LayeredModel, numbers: RunNumbers, kind: str, compiles: bool, tokens: int, sequences: int
+    model: LayeredModel, element_bytes: int, kind: str, compiles: bool, tokens: int, sequences: int
 ) -> list[LayerWork]:
-    element_bytes = numbers.dtype.itemsize
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
@@ -309,13 +290,13 @@ def parameter_counts(
 
 
 def optimizer_costs(
-    model: LayeredModel, bundles: Sequence[Bundle], numbers: RunNumbers
+    model: LayeredModel, bundles: Sequence[Bundle], config: Config
 ) -> tuple[UpdateCosts, dict[str, int]]:
     """Ask the run's optimizer what it keeps and moves. Rules that keep and move the same are one.
 
     Also returns the place in `UpdateCosts.rules` of each trained parameter, by its stored name.
     """
-    table = numbers.optimizer
+    table = config.optimizer
     # The planner names a smaller state where the run's own does not fit.
     settings = {"": table}
     if table.state != "compact":
@@ -336,8 +317,8 @@ def optimizer_costs(
     own, *smaller = (
         UpdateCosts(
             rules,
-            splits_weights=optimizer.splits_weights and numbers.dtype == torch.bfloat16,
-            predicts=numbers.engine.delay_correction != "none" and table.can_predict,
+            splits_weights=optimizer.splits_weights and config.training.dtype == "bfloat16",
+            predicts=config.engine.delay_correction != "none" and table.can_predict,
         )
         for optimizer, rules in zip(optimizers, zip(*distinct, strict=True), strict=True)
     )

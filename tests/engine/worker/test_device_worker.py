@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import toy
 from tests.support.toy import PARTITIONS, linked, toy_batches, toy_engine, toy_model, train, watched
 from torchround.accelerators import AcceleratorKind, as_if_on
-from torchround.config import AdamWTable, EngineTable, TrainingTable
+from torchround.config import Config, EngineTable, TrainingTable
 from torchround.engine.board import Observer
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Stream
 from torchround.engine.worker.compute import StageComputation
@@ -26,7 +26,6 @@ from torchround.planning.plan import Plan
 from torchround.planning.update_modes import ASYNC, SYNC
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers
 
 MICRO_BATCHES = 4
 PARTITION = PARTITIONS["one layer a stage"]
@@ -274,10 +273,10 @@ def test_recompute_layer_holds_the_activations_of_one_layer_instead_of_a_stage(p
     for recompute in ("stage", "layer"):
         device, model = CountingDevice(), toy_model()
         table = EngineTable(devices="cpu", num_devices=1, recompute=recompute)
-        numbers = RunNumbers(TrainingTable(dtype="float32"), table)
-        store = build_store(model, numbers, find_hardware(table))
+        config = Config.model_construct(training=TrainingTable(dtype="float32"), engine=table)
+        store = build_store(model, config, find_hardware(table))
         store.initialize(model, seed=0)
-        with build_engine(model, store, [device], plan, numbers, AdamWTable()) as engine:
+        with build_engine(model, store, [device], plan, config) as engine:
             train(engine, toy_batches(1, MICRO_BATCHES))
         peaks[recompute] = device.live.peak
     # Stages have 7 and 4 layers. Beside one layer's activations, inputs of the others and gradients are held.

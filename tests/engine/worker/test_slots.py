@@ -8,7 +8,7 @@ import torch
 
 from tests.support import toy
 from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, WIDTH, toy_batches, train
-from torchround.config import EngineTable, TrainingTable
+from torchround.config import Config, TrainingTable
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.planning.memory import device_memory
@@ -16,7 +16,7 @@ from torchround.planning.partition import Partition
 from torchround.planning.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import run_question
 
 
 def numel_of(partition):
@@ -51,18 +51,19 @@ def test_the_buffers_of_a_real_run_are_what_its_plan_counts(num_devices, dtype):
     family = FAMILIES["qwen3"]
     model = family.build(family.config_from_flavor("debug"))
     training = TrainingTable(seq_len=64, global_batch_size=4, micro_batch_size=1, dtype=dtype)
-    numbers, hardware = RunNumbers(training, EngineTable()), Hardware("cpu", num_devices, 2**30)
-    question = run_question(model, numbers, hardware)
+    config = Config.model_construct(training=training, optimizer=toy.OPTIMIZER)
+    hardware = Hardware("cpu", num_devices, 2**30)
+    question = run_question(model, config, hardware)
     layers = len(model.layers)
     plan = plan_for(question)
     if plan.partition.num_stages == 1:
         plan = plan_for(replace(question, given=(Partition((layers - 1,), 1, (1, layers - 2)), 1)))
-    store = build_store(model, numbers, hardware)
+    store = build_store(model, config, hardware)
     store.initialize(model, 0)
     devices = hardware.make_devices()
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     batch = [MicroBatch(tokens, tokens, torch.arange(64)[None], tokens)] * 4
-    with build_engine(model, store, devices, plan, numbers, toy.OPTIMIZER) as engine:
+    with build_engine(model, store, devices, plan, config) as engine:
         for _ in range(2):
             engine.forward_backward(batch)
             engine.step(1e-3)
