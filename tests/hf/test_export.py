@@ -54,8 +54,7 @@ def export(release, folder, *options, checkpoint=None):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    for module, size in (("pretrained", 200), ("export", 100)):
-        monkeypatch.setattr(f"torchround.hf.{module}.PIECE_BYTES", size)
+    monkeypatch.setattr("torchround.hf.tensor_folder.PIECE_BYTES", 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)

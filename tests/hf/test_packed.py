@@ -90,8 +90,7 @@ def store_of(release):
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_weights_are_read_and_exported_as_what_transformers_makes_of_them(name, hf, tmp_path, monkeypatch):
     # Pieces that begin and end inside rows.
-    for module in ("pretrained", "export"):
-        monkeypatch.setattr(f"torchround.hf.{module}.PIECE_BYTES", 200)
+    monkeypatch.setattr("torchround.hf.tensor_folder.PIECE_BYTES", 200)
     release, numbers = packed_release(hf, tmp_path / "release", name)
     weights, store = store_of(release)
     stored = store.weights()

@@ -179,7 +179,7 @@ def saved_adapters(
     table: LoraTable, model: LayeredModel, own: HFNames, base: PretrainedWeights, dtype: torch.dtype
 ) -> PretrainedWeights:
     """Open the adapters in `table.path` for `model`, whose modules have their `own` names. Raises `HFError`."""
-    names, stored = adapter_names(model, own), base.stored_tensors()
+    names, stored = adapter_names(model, own), base.tensors
     weights = {
         str(names[adapter.parameters[2]]): stored[str(base.names[weight])]
         for weight, adapter in adapters_of(model, own).items()

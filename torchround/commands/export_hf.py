@@ -128,16 +128,8 @@ def export(
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = dtype or content.get("dtype", content.get("torch_dtype", config.training.dtype))
     content.pop("torch_dtype", None)
-    name, tokens = content.get("_name_or_path"), state.get("tokens")
-    card = model_card(
-        state["config"],
-        read_manifest(checkpoint).step,
-        tokens if type(tokens) is int else None,
-        base,
-        name if isinstance(name, str) else None,
-        adapters,
-        original_base,
-    )
+    called, tokens, step = content.get("_name_or_path"), state.get("tokens"), read_manifest(checkpoint).step
+    card = model_card(state["config"], step, tokens, base, called, adapters, original_base)
     with new_folder(output) as folder:
         # First, because it fails at once if the run's template is gone.
         copied = export_tokenizer(folder, state, base, tokenizer)
@@ -157,7 +149,7 @@ def export(
             merged: Iterable[ExportedTensor] = hf_tensors(saved, config, dtype, trained, original_base)
             unpacked: list[str] | None = None
             if packed and saved.base is not None:
-                merged, unpacked = keep_packed(merged, saved.base.stored_tensors())
+                merged, unpacked = keep_packed(merged, saved.base.tensors)
             set_quantisation(content, unpacked)
             files = write_tensors(folder, merged, SHARD_BYTES)
             name, written = "config.json", write_generation(folder, content, config)
@@ -191,14 +183,14 @@ def adapter_tensors(
     saved: SavedModel, adapters: Mapping[str, Adapter], names: HFNames
 ) -> Iterator[ExportedTensor]:
     """Yield the tensors of PEFT's file, in fp32. `names` are those of the adapters' parameters there."""
-    stored, base = saved.weights.stored_tensors(), saved.base
+    stored, base = saved.weights.tensors, saved.base
     for weight, adapter in adapters.items():
         for parameter in adapter.parameters:
             for tensor in unstack({parameter: names[parameter]}, stored, lambda name: torch.float32):
                 if tensor.name.endswith(MAGNITUDE):
                     frozen = stored.get(weight)
                     if frozen is None and base is not None:
-                        frozen = base.stored_tensors()[str(base.names[weight])]
+                        frozen = base.tensors[str(base.names[weight])]
                     assert frozen is not None, "a weight is in the checkpoint or in the base"
                     tensor = peft.MagnitudeTensor(tensor.name, tensor.source, tensor.dtype, frozen)
                 yield tensor
@@ -215,9 +207,9 @@ def hf_tensors(
 
     Weights that the run left in the files of its base are not in the checkpoint. They are read from the base.
     """
-    stored, base = saved.weights.stored_tensors(), saved.base
+    stored, base = saved.weights.tensors, saved.base
     names = saved.family.hf_names(saved.shape) if base is None else dict(base.names)
-    in_base = {} if base is None else dict(base.stored_tensors())
+    in_base = {} if base is None else dict(base.tensors)
     for weight, packed in () if base is None or original_base else saved.model.packed.items():
         # Merged into the numbers that the adapters were trained with.
         trained_in = DTYPES[config.training.dtype]

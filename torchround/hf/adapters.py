@@ -106,14 +106,9 @@ def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:
 
 def _row_norms(files: TensorFiles, weight: StoredTensor, dtype: torch.dtype) -> Tensor:
     """Compute the norms of the rows of `weight [Z, A]`, rounded to `dtype` before, as fp32 `[Z]`."""
-    rows, columns = weight.shape
-    row_bytes = columns * weight.known_dtype.itemsize
-    step, norms = max(1, PIECE_BYTES // row_bytes), []
-    for start in range(0, rows, step):
-        piece = files.read(weight, start * row_bytes, min(step, rows - start) * row_bytes)
-        numbers = piece.view(weight.known_dtype).view(-1, columns).to(dtype).float()
-        norms.append(torch.linalg.vector_norm(numbers, dim=1))
-    return torch.cat(norms)
+    columns = weight.shape[1]
+    pieces = (piece.view(-1, columns).to(dtype).float() for _, piece in files.pieces(weight, columns))
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in pieces])
 
 
 class AdapterWeights(PretrainedWeights):

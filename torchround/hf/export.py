@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.tensor_file import encode_header, memory_of
-from torchround.hf.tensor_folder import (
-    INDEX_FILE,
-    PIECE_BYTES,
-    SINGLE_FILE,
-    HFError,
-    StoredTensor,
-    TensorFiles,
-)
+from torchround.hf.tensor_folder import INDEX_FILE, SINGLE_FILE, HFError, StoredTensor, TensorFiles
 from torchround.layer import HFTensors, names_in, part_shape
 
 SHARD_BYTES = 5 * 10**9  # as transformers writes them
@@ -41,12 +34,8 @@ class ExportedTensor:
 
     def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
         """Yield the numbers in order, flat, a few MiB at a time."""
-        stored = self.source.known_dtype
-        unit = max(self.source.unit_bytes, stored.itemsize)
-        step = max(PIECE_BYTES // unit, 1) * unit
-        for start in range(0, self.source.nbytes, step):
-            piece = files.read(self.source, start, min(step, self.source.nbytes - start))
-            yield piece.view(stored).to(self.dtype)
+        for _, piece in files.pieces(self.source):
+            yield piece.to(self.dtype)
 
 
 def unstack(
@@ -112,14 +101,11 @@ def _is_same(files: TensorFiles, tensor: ExportedTensor, packed: StoredTensor) -
     source = tensor.source
     if type(tensor) is not ExportedTensor or source is packed:
         return type(tensor) is ExportedTensor
-    count, step = math.prod(source.shape), max(PIECE_BYTES, packed.unit_bytes) // packed.known_dtype.itemsize
-    for start in range(0, count, step):
-        found = []
-        for one in (source, packed):
-            size = one.known_dtype.itemsize
-            piece = files.read(one, start * size, min(step, count - start) * size).view(one.known_dtype)
-            found.append(piece.to(source.known_dtype, copy=True))
-        if not torch.equal(*found):
+    dtype = source.known_dtype
+    for start, piece in files.pieces(packed):
+        rounded = piece.to(dtype, copy=True)  # the next read overwrites the piece
+        found = files.read(source, start * dtype.itemsize, len(piece) * dtype.itemsize)
+        if not torch.equal(found.view(dtype), rounded):
             return False
     return True
 

@@ -21,13 +21,16 @@ CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 def model_card(
     run: Mapping[str, Any],
     step: int,
-    tokens: int | None,
+    tokens: Any,
     base: Path | None,
-    base_name: str | None,
+    base_name: Any,
     adapters: bool,
     original_base: bool = False,
 ) -> str:
-    """Write the card of a run's configuration: after `step`, with `tokens` labels so far, from a base of this name in its config."""
+    """Write the card of a run's configuration: after `step`, with `tokens` labels so far, from a base of this name in its config.
+
+    What a checkpoint has for the tokens, and the base's config for the name, may be anything.
+    """
     known, sources = hub_name(base, base_name), run.get("data", {}).get("sources", ())
     lines = [
         "---",
@@ -56,21 +59,21 @@ def model_card(
             f"- {_code(shown)}: {source.get('content', 'text')}, weight {source.get('weight', 1.0):g}"
         )
     lines += ["", "## Training", "", "| | |", "|---|---|", f"| steps | {step:,} |"]
-    lines += [] if tokens is None else [f"| labels trained on | {tokens:,} |"]
+    lines += [f"| labels trained on | {tokens:,} |"] if type(tokens) is int else []
     for table, keys in SHOWN.items():
         values = run.get(table) or {}
         if table != "lora" or values.get("rank"):
-            given = [key for key in keys if values.get(key) not in (None, False, {}, UNPACKED)]
+            given = [key for key in keys.split() if values.get(key) not in (None, False, {}, UNPACKED)]
             lines += [f"| {table}.{key} | {_code(values[key])} |" for key in given]
     return "\n".join([*lines, f"| training.dtype | {_code(run['training']['dtype'])} |"]) + "\n"
 
 
-def hub_name(base: Path | None, base_name: str | None) -> str | None:
+def hub_name(base: Path | None, base_name: Any) -> str | None:
     """Find the base's name on the Hugging Face hub, from its folder in the hub's cache or from its `config.json`."""
     cached = CACHED.search(f"{base}/") if base is not None else None
     if cached is not None:
         return f"{cached[1]}/{cached[2]}"
-    return base_name if base_name is not None and HUB_NAME.fullmatch(base_name) else None
+    return base_name if isinstance(base_name, str) and HUB_NAME.fullmatch(base_name) else None
 
 
 def _dataset(source: Mapping[str, Any]) -> str | None:
@@ -79,23 +82,13 @@ def _dataset(source: Mapping[str, Any]) -> str | None:
     return path if is_named and not Path(path).exists() else None
 
 
-SHOWN: Mapping[str, tuple[str, ...]] = {
-    "training": ("seq_len", "global_batch_size", "max_norm"),
-    "optimizer": ("lr", "betas", "eps", "weight_decay"),
-    "lr_schedule": ("warmup_steps", "decay", "min_lr_factor"),
-    "engine": ("update",),
-    "lora": (
-        "rank",
-        "alpha",
-        "base",
-        "rslora",
-        "dora",
-        "rank_pattern",
-        "alpha_pattern",
-        "dropout",
-        "targets",
-    ),
-    "run": ("seed",),
+SHOWN = {
+    "training": "seq_len global_batch_size max_norm",
+    "optimizer": "lr betas eps weight_decay",
+    "lr_schedule": "warmup_steps decay min_lr_factor",
+    "engine": "update",
+    "lora": "rank alpha base rslora dora rank_pattern alpha_pattern dropout targets",
+    "run": "seed",
 }
 """The settings in the table. Others say where the run was, not what it learnt."""
 

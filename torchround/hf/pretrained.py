@@ -6,7 +6,6 @@ Names, shapes and types are checked by the headers before the first byte is read
 
 import functools
 import hashlib
-import math
 import os
 import re
 from collections import defaultdict
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from torchround.hf.packed import PackedTensor, read_numbers
 from torchround.hf.tensor_folder import (
-    PIECE_BYTES,
     SINGLE_FILE,
     HFError,
     StoredTensor,
@@ -62,11 +60,11 @@ class PretrainedWeights:
     ) -> None:
         self.folder = Path(os.path.expanduser(folder))
         self.names = names
-        self._tensors = read_numbers(self.folder, single_file) if tensors is None else tensors
+        self.tensors = read_numbers(self.folder, single_file) if tensors is None else tensors
         wanted: dict[str, tuple[int, ...]] = {}
         for name, held in names.items():
             wanted.update(dict.fromkeys(names_in(held), part_shape(held, shapes[name])))
-        self.carried = {name: self._tensors[name] for name in sorted(carried)}
+        self.carried = {name: self.tensors[name] for name in sorted(carried)}
         self._check(wanted, {*redundant, *carried})
         self._mapped: frozenset[str] = frozenset()
         # Set from `read_adapters` if the run starts with saved adapters.
@@ -82,7 +80,7 @@ class PretrainedWeights:
             part.nbytes
             for name, tensors in self.names.items()
             for tensor in names_in(tensors)
-            for part in self._tensors[tensor].parts
+            for part in self.tensors[tensor].parts
             if name in parameters and name not in self._mapped
         )
 
@@ -104,7 +102,7 @@ class PretrainedWeights:
         """Compute a digest by which copies of one folder are alike: each tensor's name, shape and first bytes."""
         digest = hashlib.sha256()
         with TensorFiles() as files:
-            stored = [part for tensor in self._tensors.values() for part in tensor.parts]
+            stored = [part for tensor in self.tensors.values() for part in tensor.parts]
             for tensor in sorted(stored, key=attrgetter("name")):
                 first = files.read(tensor, 0, min(tensor.nbytes, SAMPLED_BYTES))
                 digest.update(
@@ -133,14 +131,14 @@ class PretrainedWeights:
                         try:
                             self._read(files, tensor, view)
                         except ValueError as error:
-                            stored = self._tensors[tensor]
+                            stored = self.tensors[tensor]
                             raise HFError(f"{stored.path}: {tensor} cannot be packed: {error}") from error
-                        progress.advance(sum(part.nbytes for part in self._tensors[tensor].parts))
+                        progress.advance(sum(part.nbytes for part in self.tensors[tensor].parts))
         if self.adapters is not None:
             self.adapters.load(views)
 
     def _read(self, files: TensorFiles, name: str, view: Tensor | PackedPlace) -> None:
-        read_plain(files, self._tensors[name], view)
+        read_plain(files, self.tensors[name], view)
 
     def map_tensors(
         self, parameters: Collection[str], dtype: torch.dtype
@@ -151,25 +149,28 @@ class PretrainedWeights:
         """
         map_once, mapped = functools.cache(map_file), {}
         for name in parameters:
-            stored = [self._tensors[part] for part in names_in(self.names[name]) if part in self._tensors]
+            stored = [self.tensors[part] for part in names_in(self.names[name]) if part in self.tensors]
             if len(stored) == len(names_in(self.names[name])) and all(can_map(t, dtype) for t in stored):
                 mapped[name] = tuple(view_of(map_once(tensor.path), tensor) for tensor in stored)
         self._mapped = frozenset(mapped)
         return mapped
 
-    def stored_tensors(self) -> Mapping[str, StoredTensor]:
-        return self._tensors
-
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the type of each tensor in the folder; bfloat16 for packed ones."""
         names = [name for tensors in self.names.values() for name in names_in(tensors)]
-        return {name: self._tensors[name].known_dtype for name in names}
+        return {name: self.tensors[name].known_dtype for name in names}
 
     def _check(self, wanted: Mapping[str, tuple[int, ...]], redundant: set[str]) -> None:
         problems: dict[str, list[str]] = defaultdict(list)
         for name, shape in wanted.items():
-            self._check_one(name, shape, problems)
-        problems["not part of the model"] = sorted(self._tensors.keys() - redundant - wanted.keys())
+            if (tensor := self.tensors.get(name)) is None:
+                problems["missing"].append(name)
+                continue
+            if tensor.dtype not in READABLE:
+                problems["of a type that is not read"].append(f"{name} ({tensor.dtype_name})")
+            if tensor.shape != shape:
+                problems["of another shape"].append(f"{name} {list(tensor.shape)} instead of {list(shape)}")
+        problems["not part of the model"] = sorted(self.tensors.keys() - redundant - wanted.keys())
         problems["of a type that cannot be copied"] = [
             f"{one.name} ({one.dtype_name})" for one in self.carried.values() if one.dtype is None
         ]
@@ -178,42 +179,22 @@ class PretrainedWeights:
             listed = (f"{kind}: {_some(found)}" for kind, found in problems.items())
             raise HFError(f"{self.folder}: the weights do not fit this model", *listed)
 
-    def _check_one(self, name: str, shape: tuple[int, ...], problems: dict[str, list[str]]) -> None:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            problems["missing"].append(name)
-            return
-        if tensor.dtype not in READABLE:
-            problems["of a type that is not read"].append(f"{name} ({tensor.dtype_name})")
-        if tensor.shape != shape:
-            problems["of another shape"].append(f"{name} {list(tensor.shape)} instead of {list(shape)}")
-
 
 def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor | PackedPlace) -> None:
     """Read a tensor into `view`, converted to its type, or packed. Shape and type were checked. Raises `HFError`."""
     if isinstance(view, PackedPlace) and isinstance(tensor, PackedTensor) and tensor.packs_as(view.format):
         tensor.read_packed(files, view)
         return
-    dtype = tensor.known_dtype
-    numel = math.prod(tensor.shape)
-    unit = max(tensor.unit_bytes, dtype.itemsize) // dtype.itemsize
     if isinstance(view, PackedPlace):
-        unit = math.lcm(unit, view.format.unit)
-    step = max(PIECE_BYTES // dtype.itemsize // unit, 1) * unit
-    for start in range(0, numel, step):
-        count = min(step, numel - start)
-        piece = files.read(tensor, start * dtype.itemsize, count * dtype.itemsize).view(dtype)
-        if isinstance(view, PackedPlace):
+        for start, piece in files.pieces(tensor, view.format.unit):
             view.write(start, piece)
-        else:
-            view.view(-1)[start : start + count].copy_(piece)
+    else:
+        for start, piece in files.pieces(tensor):
+            view.view(-1)[start : start + len(piece)].copy_(piece)
 
 
 def _parts(tensors: HFTensors, view: Tensor | PackedPlace) -> Iterator[tuple[str, Tensor | PackedPlace]]:
     """Yield each tensor with the part of the view that it fills."""
-    if isinstance(tensors, str):
-        yield tensors, view
-        return
     names = names_in(tensors)
     if isinstance(view, PackedPlace):
         yield from zip(names, view.split(len(names)), strict=True)

@@ -6,11 +6,12 @@ which file. With both, the single file is read, as transformers does.
 
 import json
 import logging
+import math
 import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -214,6 +215,18 @@ class TensorFiles:
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
         """Read uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next call."""
         return tensor.read_by(self, start, nbytes)
+
+    def pieces(self, tensor: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Yield the numbers of a tensor, flat, a few MiB at a time: a `multiple` of them, and the place of the first.
+
+        A piece is valid until the next read.
+        """
+        size, numel = tensor.known_dtype.itemsize, math.prod(tensor.shape)
+        multiple = math.lcm(multiple, max(tensor.unit_bytes // size, 1))
+        step = max(PIECE_BYTES // size // multiple, 1) * multiple
+        for start in range(0, numel, step):
+            piece = self.read(tensor, start * size, min(step, numel - start) * size)
+            yield start, piece.view(tensor.known_dtype)
 
     def read_range(self, tensor: StoredTensor, begin: int, nbytes: int) -> Tensor:
         """Read uint8 `[nbytes]` from byte `begin` of the tensor's file on; valid until the next call."""
