@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +135,16 @@ class RunCheckpoints:
         if loaded is None:
             self.positions.append(RunPosition(0, 0, loader.state_dict()))
             return False
-        state = loaded.state
+        state = {"stale_layers": 0, **loaded.state}
         try:
             loader.load_state_dict(state["data"])
             most = {"tokens": LARGEST, "applied_updates": loaded.step, "skipped_steps": loaded.step}
+            most["stale_layers"] = len(store.locations) - 1
             for key, limit in most.items():
                 # Not isinstance: JSON's true is an int in Python.
                 if type(state[key]) is not int or not 0 <= state[key] <= limit:
                     raise ValueError(f"{key} is {str(state[key])[:100]}")
-            stale_layers = state.get("stale_layers", 0)
-            if type(stale_layers) is not int or not 0 <= stale_layers < len(store.locations):
-                raise ValueError(f"stale_layers is {str(stale_layers)[:100]}")
-            stale_layers *= store.mode.updates_by_layer
+            stale_layers = state["stale_layers"] * store.mode.updates_by_layer
             # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
             older = (b.older_views(store.step, lags=b.layers[0] < stale_layers) for b in store.trained)
             holds_older_weights = all(
@@ -184,13 +183,9 @@ class RunCheckpoints:
         Returns None if there is neither, or if `checkpoint.load` asks for the weights only. One warning names the settings
         that have changed. Raises `RunError` for a checkpoint of another kind of run, and `CheckpointError` for damaged ones.
         """
-        config, checkpointer = self._config, self._checkpointer
-
-        def is_optional(name: str) -> bool:
-            return name.startswith(OLDER_WEIGHTS)
-
+        config, is_optional = self._config, methodcaller("startswith", OLDER_WEIGHTS)
         try:
-            loaded = checkpointer.load_latest(views, is_optional)
+            loaded = self._checkpointer.load_latest(views, is_optional)
             path = given_folder(config)
             if loaded is None and path is not None and config.checkpoint.load == "all":
                 loaded = load_checkpoint(path, views, is_optional, self._team)
@@ -217,11 +212,7 @@ class RunCheckpoints:
     def begin_save(self, engine: Engine) -> None:
         """Begin to save the run as it is after the newest dispatched step, while training continues. Does not wait."""
         position = self.position
-
-        def write(source: Save[str]) -> str:
-            return self._write(position, source.state, source.tensors, source)
-
-        pending = engine.save(write)
+        pending = engine.save(lambda save: self._write(position, save.state, save.tensors, save))
         self._under_way.append((position, pending))
         if position.step <= self._reported_step:
             pending.may_publish()

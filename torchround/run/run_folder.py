@@ -68,7 +68,13 @@ class RunFolder:
         try:
             # A network's file system may remember that the folder was not there; making it asks the server.
             self.path.mkdir(parents=True, exist_ok=True)
-            self._refuse_links()
+            # Links and pipes may be another person's: a run would write outside its folder, or wait.
+            for path in (*self.path.iterdir(), *self.path.glob("trace/*")):
+                if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                    raise RunError(
+                        f"run.folder: {path} is a link, or not an ordinary file; a run writes to nothing outside its folder. "
+                        "Remove it, or put what it points to in its place (the whole folder may be a link)"
+                    )
             if self.team.rank == 0:
                 self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
@@ -115,15 +121,6 @@ class RunFolder:
             return Plan.from_json(read_regular(self.path / "plan.json", MOST_PLAN_BYTES).decode())
         except (OSError, ValueError):
             return None
-
-    def _refuse_links(self) -> None:
-        """Raise `RunError` for links and pipes, perhaps another person's: a run would write outside its folder, or wait."""
-        for path in (*self.path.iterdir(), *self.path.glob("trace/*")):
-            if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise RunError(
-                    f"run.folder: {path} is a link, or not an ordinary file; a run writes to nothing outside its folder. Remove "
-                    "it, or put what it points to in its place (the whole folder may be a link)"
-                )
 
     def _take_lock(self) -> None:
         """Lock the folder. Raises `RunError` if another process holds the lock; warns if there are no locks."""
