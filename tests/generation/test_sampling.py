@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchround.generation.sampling import Sampling, choose_token, token_shares
+from torchround.generation.continuations import Sampling, choose_token, token_shares
 
 VOCAB = 40
 

@@ -4,7 +4,6 @@ All layers are frozen, so that the host store holds device weights only. If all 
 two stages in a pass, and both stay in their slots. Otherwise there are more stages, and each pass uploads them again.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from torchround.config import AdamWTable
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.generation.continuations import GROUPS, generate, sequence_bytes
 from torchround.layer import FileTensor, LayeredModel, LayerWork, MicroBatch
@@ -56,11 +54,6 @@ class Score:
     def loss(self) -> float:
         return self.loss_sum / max(self.num_labels, 1)
 
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the mean loss; infinite if it is too large for a number."""
-        return math.exp(self.loss) if self.loss < 709.0 else math.inf
-
 
 def score(engine: Engine, batches: Iterable[Sequence[MicroBatch]]) -> Score:
     """Add up token losses in fp64 in their order. The next batch runs while the losses of one are read."""
@@ -90,7 +83,6 @@ class TextEngine(Engine):
         batch_size: int,
         tokens: int,
         device_bytes: int | None = None,
-        settings: EngineSettings | None = None,
     ) -> None:
         devices = devices[: len(model.layers)]
         kind = devices[0].torch_device.type
@@ -98,7 +90,7 @@ class TextEngine(Engine):
         partition, self.cache_bytes = plan_inference(
             model, store, len(devices), kind, batch_size, tokens, device_bytes
         )
-        super().__init__(model, store, devices, partition, optimizer=AdamWTable(), settings=settings)
+        super().__init__(model, store, devices, partition, optimizer=AdamWTable())
 
     def generate(self, prompts: Sequence[Sequence[int]], **limits: Any) -> list[list[int]]:
         """Continue each prompt, with the other arguments of `generate`."""
@@ -126,7 +118,10 @@ def plan_inference(
         store.stage_bytes(Stage(StageKind.FORWARD, layer, layer + 1)) for layer in range(len(model.layers))
     ]
     rows = -(-batch_size // GROUPS)
-    works = [_work(layer, rows, tokens, store.dtype.itemsize, kind) for layer in model.layers]
+    works: list[LayerWork] = [
+        layer.work(rows, tokens, store.dtype.itemsize, kind)  # type: ignore[operator]
+        for layer in model.layers
+    ]
     # What a backward would need is counted too: an estimate from above.
     compute = max(work.activation_bytes + work.workspace_bytes for work in works)
     staging = STAGING_BUFFERS * max(work.boundary_bytes for work in works)
@@ -166,14 +161,11 @@ def plan_inference(
 def cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
     """Cut a list into `count` runs so that the largest sum of a run is as small as possible; returns their lengths."""
     sums = range(max(sizes), sum(sizes))
-    starts = _runs(
-        sizes, sums.start + bisect_left(sums, True, key=lambda most: len(_runs(sizes, most)) <= count)
-    )
+    most = sums.start + bisect_left(sums, True, key=lambda most: len(_runs(sizes, most)) <= count)
+    starts = _runs(sizes, most)
     # Fewer runs may be enough for that; more of them hurt nothing.
-    for cut in range(1, len(sizes)):
-        if len(starts) < count and cut not in starts:
-            starts.append(cut)
-    starts = [*sorted(starts), len(sizes)]
+    more = [cut for cut in range(1, len(sizes)) if cut not in starts][: count - len(starts)]
+    starts = [*sorted(starts + more), len(sizes)]
     return [stop - start for start, stop in pairwise(starts)]
 
 
@@ -186,8 +178,3 @@ def _runs(sizes: Sequence[int], most: int) -> list[int]:
             taken = 0
         taken += size
     return starts
-
-
-def _work(layer: torch.nn.Module, rows: int, tokens: int, element_bytes: int, kind: str) -> LayerWork:
-    count = getattr(layer, "work", None)
-    return LayerWork() if count is None else count(rows, tokens, element_bytes, kind)
