@@ -75,13 +75,9 @@ def run_question(
     bundles, _ = collect_bundles(model, mapped, make_optimizer(config.optimizer), dtype.itemsize)
     updates, rule_of = optimizer_costs(model, bundles, config)
     counts = parameter_counts(bundles, mapped, rule_of)
-    # By layer, the matrices that devices orthogonalise for its update.
-    matrices: list[list[torch.Size]] = [[] for _ in model.layers]
-    for bundle in bundles:
-        matrices[bundle.layers[0]] += [parameter.shape for parameter in directed_parameters(bundle)]
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
-    counted = partial(_counted_costs, model, config, hardware, bundles, counts, updates, matrices)
+    counted = partial(_counted_costs, model, config, hardware, bundles, counts, updates)
     compiles = compiles_layers(engine, hardware.kind)
     question = RunQuestion(
         costs_for=counted(compiles),
@@ -127,9 +123,7 @@ def measured_plan(question: RunQuestion, counted: Plan, steps: Sequence[StepResu
     times = layer_times(report for step in steps for report in step.reports())
     updates = [[(span.layers.start, span.seconds) for span in step.update().bundles] for step in steps]
     run_again = set[int]()
-    if (
-        question.recompute == "layer"
-    ):  # all layers but a stage's last run again, in the span of their backward
+    if question.recompute == "layer":  # all layers but a stage's last run again, while it goes backward
         for stage in counted.partition.stages()[len(counted.partition.forward) :]:
             run_again.update(range(stage.start, stage.stop - 1))
     before = question.costs().keeping(counted.kept)
@@ -182,15 +176,17 @@ def _counted_costs(
     bundles: Sequence[Bundle],
     counts: ParameterCounts,
     updates: UpdateCosts,
-    matrices: Sequence[Sequence[torch.Size]],
     compiles: bool,
 ) -> Callable[[int, int, int], Costs]:
     numels, dtype = layer_numels(bundles, len(model.layers)), config.training.dtype
     element_bytes = DTYPES[dtype].itemsize
     unpacked = [0] * len(model.layers)
-    for packed in bundles:
-        for index in packed.layers:
-            unpacked[index] += packed.unpacked_numel * element_bytes
+    # By layer, the matrices that devices orthogonalise for its update.
+    matrices: list[list[torch.Size]] = [[] for _ in model.layers]
+    for bundle in bundles:
+        matrices[bundle.layers[0]] += [parameter.shape for parameter in directed_parameters(bundle)]
+        for index in bundle.layers:
+            unpacked[index] += bundle.unpacked_numel * element_bytes
     moving = config.engine.update, element_bytes, element_bytes
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
@@ -199,8 +195,8 @@ def _counted_costs(
     # Virtual devices and their updates share processors of unknown speed: their costs are proportions.
     is_virtual = hardware.kind == "cpu" or hardware.spec is None
     moved = [0.0] * len(model.layers)
-    for bundle in counts.bundles:
-        moved[bundle.layers[0]] += updates.traffic_bytes(bundle.by_rule, *moving)
+    for count in counts.bundles:
+        moved[count.layers[0]] += updates.traffic_bytes(count.by_rule, *moving)
 
     works_of = cache(partial(layer_works, model, element_bytes, hardware.kind, compiles))
 
@@ -263,9 +259,7 @@ def num_parameters(model: LayeredModel) -> tuple[int, int]:
 
 
 def parameter_counts(
-    bundles: Sequence[Bundle],
-    mapped: Collection[str] = (),
-    rule_of: Mapping[str, int] = MappingProxyType({}),
+    bundles: Sequence[Bundle], mapped: Collection[str] = (), rule_of: Mapping[str, int] = MappingProxyType({})
 ) -> ParameterCounts:
     """Count the parameters in the bundles of a model, padding included.
 

@@ -98,9 +98,8 @@ class RunValidation:
 
         Several machines call this alike, and get the same. Raises the same `DataError` on all of them.
         """
-        own: list[
-            list[Any]
-        ] = []  # by batch its labels, and number and loss sum of each micro-batch of this machine's share
+        # By batch its labels, and number and loss sum of each micro-batch of this machine's share.
+        own: list[list[Any]] = []
         error, machines = None, self.machines
         try:
             under_way: list[tuple[StepShare, StepResult | None, int]] = []
