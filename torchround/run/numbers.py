@@ -22,8 +22,8 @@ from torchround.engine.reports import layer_times
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
 from torchround.engine.worker.orthogonalise import STEPS, directed_parameters
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
-from torchround.optim.formats import StateFormat
-from torchround.optim.optimizer import UpdateRule, make_optimizer
+from torchround.optim.formats import FORMATS
+from torchround.optim.optimizer import make_optimizer
 from torchround.packed_formats import unpacking_bytes
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts, measured_costs
@@ -290,34 +290,27 @@ def optimizer_costs(
 
     Also returns the place in `UpdateCosts.rules` of each trained parameter, by its stored name.
     """
-    table = config.optimizer
-    # The planner names a smaller state where the run's own does not fit.
-    settings = {"": table}
-    if table.state != "compact":
-        settings[COMPACT_STATE] = table.model_copy(update={"state": "compact"})
-    optimizers = [make_optimizer(each) for each in settings.values()]
+    table, rule_of = config.optimizer, make_optimizer(config.optimizer).rule_of
     trained = {parameter.name for bundle in bundles if bundle.trainable for parameter in bundle.parameters}
+    rules = {name: rule_of(facts) for name, facts in parameter_facts(model).items() if name in trained}
+    kinds = {name: (rule.values, rule.uses_direction) for name, rule in rules.items()}
+    distinct = list(dict.fromkeys(kinds.values())) or [((), False)]
 
-    def costs_of(rule: UpdateRule, state_format: StateFormat) -> RuleCosts:
-        values = sum(state_format.element_bytes(value) for value in rule.values)
-        return RuleCosts(values, JOB_ELEMENT_BYTES if rule.uses_direction else 0.0)
-
-    kept = {
-        name: tuple(costs_of(optimizer.rule_of(facts), optimizer.format) for optimizer in optimizers)
-        for name, facts in parameter_facts(model).items()
-        if name in trained
-    }
-    distinct = list(dict.fromkeys(kept.values())) or [(RuleCosts(0.0),) * len(optimizers)]
-    own, *smaller = (
-        UpdateCosts(
-            rules,
-            splits_weights=optimizer.splits_weights and config.training.dtype == "bfloat16",
+    def costs(state: str) -> UpdateCosts:
+        kept_bytes = FORMATS[state].element_bytes
+        return UpdateCosts(
+            tuple(
+                RuleCosts(sum(map(kept_bytes, values)), JOB_ELEMENT_BYTES if uses_direction else 0.0)
+                for values, uses_direction in distinct
+            ),
+            splits_weights=make_optimizer(table).splits_weights and config.training.dtype == "bfloat16",
             predicts=config.engine.delay_correction != "none" and table.can_predict,
         )
-        for optimizer, rules in zip(optimizers, zip(*distinct, strict=True), strict=True)
-    )
-    updates = replace(own, smaller=tuple(zip([*settings][1:], smaller, strict=True)))
-    return updates, {name: distinct.index(costs) for name, costs in kept.items()}
+
+    # The planner names a smaller state where the run's own does not fit.
+    smaller = () if table.state == "compact" else ((COMPACT_STATE, costs("compact")),)
+    updates = replace(costs(table.state), smaller=smaller)
+    return updates, {name: distinct.index(kind) for name, kind in kinds.items()}
 
 
 def with_job(layer: LayerCost, shapes: Sequence[Sequence[int]], device: DeviceSpec, dtype: str) -> LayerCost:
