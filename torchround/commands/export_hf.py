@@ -217,11 +217,14 @@ def hf_tensors(
             released = in_base[name]
             if not (isinstance(released, PackedTensor) and released.packs_as(packed)):
                 in_base[name] = RoundedTensor.of(released, packed, trained_in)
-    dtypes = {} if base is None or dtype else base.dtypes()
+    typed = {} if base is None or dtype else base.tensors
     otherwise = DTYPES[dtype or config.training.dtype]
 
+    def dtype_of(name: str) -> torch.dtype:
+        return typed[name].known_dtype if name in typed else otherwise
+
     def unstacked(names: HFNames) -> Iterator[ExportedTensor]:
-        return unstack(names, stored, lambda name: dtypes.get(name, otherwise), in_base or None)
+        return unstack(names, stored, dtype_of, in_base or None)
 
     placed: dict[str, peft.StoredAdapter] = {}
     for weight, adapter in adapters.items():

@@ -160,6 +160,7 @@ def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -
         raise config_error(
             "", f"--{' and --'.join(sorted(named))}", "legal here: --out FOLDER, which is both"
         )
+    name = folder.absolute().name
     source = find_source(given)  # first: a name that is wrong is found before a model is fetched
     model = find_model(given.model)
     try:
@@ -168,11 +169,7 @@ def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -
             source |= {"split": given.split, **({"subset": given.subset} if given.subset else {})}
         source["content"] = "text" if "data.sources" in overrides else content_of(SourceTable(**source))
         choices = [
-            Choice(
-                "run.name",
-                folder.absolute().name,
-                "its files, and those of a continued run, are in folder/name",
-            ),
+            Choice("run.name", name, "its files, and those of a continued run, are in folder/name"),
             Choice("run.folder", str(folder.parent), "of the run's folder"),
             Choice("model.hf_path", model, "the release: weights, tokenizer and chat template"),
             Choice("data.sources", [source], f"its records hold {source['content']!r}"),

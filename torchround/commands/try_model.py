@@ -131,23 +131,15 @@ def try_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def print_score(options: argparse.Namespace, found: Score, num_documents: int, seq_len: int) -> None:
-    values = {
-        "file": options.perplexity,
-        "perplexity": perplexity(found.loss),
-        "nats_per_token": found.loss,
-        "tokens": found.num_labels,
-        "documents": num_documents,
-        "seq_len": seq_len,
-    }
-    if options.json:  # strict readers of JSON know no nan
-        strict = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
-        print(json.dumps(strict), flush=True)
+    rates = {"perplexity": perplexity(found.loss), "nats_per_token": found.loss}
+    if options.json:
+        # Strict readers of JSON know no nan.
+        strict = {key: rate if math.isfinite(rate) else None for key, rate in rates.items()}
+        counts = {"tokens": found.num_labels, "documents": num_documents, "seq_len": seq_len}
+        print(json.dumps({"file": options.perplexity, **strict, **counts}), flush=True)
         return
     say(
-        f"{options.perplexity}: perplexity {values['perplexity']:.4f}: {found.loss:.6f} nats per token, "
+        f"{options.perplexity}: perplexity {rates['perplexity']:.4f}: {found.loss:.6f} nats per token, "
         f"{found.num_labels:,} tokens of {num_documents:,} documents in windows of {seq_len:,} tokens"
     )
 

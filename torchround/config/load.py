@@ -59,14 +59,10 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
         "word is a string. `python -m torchround.config` prints every key.",
         allow_abbrev=False,
     )
-    file_help = "the run; looked up as given, then in configs/"
-    parser.add_argument("--config", metavar="NAME.toml", required=True, help=file_help)
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved configuration, then stop"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan and the memory it needs, then stop"
-    )
+    add = parser.add_argument
+    add("--config", metavar="NAME.toml", required=True, help="the run; looked up as given, then in configs/")
+    add("--print-config", action="store_true", help="print the resolved configuration, then stop")
+    add("--dry-run", action="store_true", help="print the plan and the memory it needs, then stop")
     options, rest = parser.parse_known_args(arguments)
     checked = with_overrides(read_config(options.config), parse_overrides(rest))
     return replace(checked, print_config=options.print_config, dry_run=options.dry_run)

@@ -155,11 +155,6 @@ class PretrainedWeights:
         self._mapped = frozenset(mapped)
         return mapped
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the type of each tensor in the folder; bfloat16 for packed ones."""
-        names = [name for tensors in self.names.values() for name in names_in(tensors)]
-        return {name: self.tensors[name].known_dtype for name in names}
-
     def _check(self, wanted: Mapping[str, tuple[int, ...]], redundant: set[str]) -> None:
         problems: dict[str, list[str]] = defaultdict(list)
         for name, shape in wanted.items():

@@ -258,12 +258,8 @@ class TensorFiles:
 
 def can_map(tensor: StoredTensor, dtype: torch.dtype) -> bool:
     """Check whether the file's bytes can be used as a tensor of `dtype` as they are: same type, aligned."""
-    return (
-        tensor.parts == (tensor,)
-        and tensor.dtype == dtype
-        and tensor.nbytes > 0
-        and tensor.begin % dtype.itemsize == 0
-    )
+    is_stored_so = tensor.parts == (tensor,) and tensor.dtype == dtype
+    return is_stored_so and tensor.nbytes > 0 and tensor.begin % dtype.itemsize == 0
 
 
 def map_file(path: Path) -> FileTensor:
