@@ -39,10 +39,10 @@ from torchround.planning.memory import GIB
 from torchround.planning.partition import Partition
 from torchround.planning.plan_report import plan_for
 from torchround.planning.planner import evaluate_plan
-from torchround.run.engine_parts import build_engine, build_store, layer_compiler
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, run_question
 from torchround.run.step_meter import flops_per_token, mfu
+from torchround.trainer import build_engine, build_store, layer_compiler
 
 OPTIMIZER = AdamWTable(lr=LR)
 WARM_UP_STEPS = 2  # later steps allocate nothing more

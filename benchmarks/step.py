@@ -11,9 +11,9 @@ from benchmarks.plain_loops import LR, MAX_NORM, SameArithmeticLoop, random_step
 from torchround.config import AdamWTable, Config, EngineTable, TrainingTable
 from torchround.models import FAMILIES, OWN_FAMILIES
 from torchround.planning.plan_report import plan_for
-from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import run_question
+from torchround.trainer import build_engine, build_store
 
 LEAST_SPEED_RATIO = 0.9
 

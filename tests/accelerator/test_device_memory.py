@@ -19,9 +19,9 @@ from torchround.models.common import chunks
 from torchround.packed_formats import FORMATS
 from torchround.planning.plan_report import plan_for
 from torchround.planning.update_modes import ASYNC, SYNC
-from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import run_question
+from torchround.trainer import build_engine, build_store
 
 MIB = 2**20
 # What the plan does not count on a card: cuBLAS workspaces (32 MiB on Hopper for each thread and stream that

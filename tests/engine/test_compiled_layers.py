@@ -31,7 +31,7 @@ from torchround.layer import with_dropout_seeds
 from torchround.optim import HostOptimizer
 from torchround.planning.partition import Partition
 from torchround.planning.update_modes import ASYNC
-from torchround.run.engine_parts import layer_compiler
+from torchround.trainer import layer_compiler
 
 pytestmark = pytest.mark.compiles
 

@@ -8,12 +8,12 @@ import torch
 
 from tests.support import toy
 from tests.support.toy import assert_same_state, planted_model, toy_batches, toy_engine, toy_model, toy_store, train
+from torchround import trainer
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.update import update_threads
 from torchround.optim.kernel import CompiledUpdate
 from torchround.planning.update_modes import BOUNDED, SYNC
-from torchround.run import engine_parts
 
 PARTITION = toy.PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
@@ -91,11 +91,11 @@ def test_a_fault_while_the_update_compiles_ends_every_thread(get_kernels):
 def test_auto_compiles_for_models_that_win_the_time_back(monkeypatch):
     store = toy_store(toy_model())
     trained = sum(bundle.numel for bundle in store.trained)
-    assert not engine_parts.compiles_update(EngineTable(), store)
-    assert engine_parts.compiles_update(EngineTable(compile=True), store)
-    monkeypatch.setattr(engine_parts, "COMPILE_FROM_PARAMETERS", trained)
-    assert engine_parts.compiles_update(EngineTable(), store)
-    assert not engine_parts.compiles_update(EngineTable(compile=False), store)
+    assert not trainer.compiles_update(EngineTable(), store)
+    assert trainer.compiles_update(EngineTable(compile=True), store)
+    monkeypatch.setattr(trainer, "COMPILE_FROM_PARAMETERS", trained)
+    assert trainer.compiles_update(EngineTable(), store)
+    assert not trainer.compiles_update(EngineTable(compile=False), store)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.toy import toy_model
-from torchround import accelerators
+from torchround import accelerators, trainer
 from torchround.accelerators import AcceleratorKind
 from torchround.commands.train_model import with_kept_choices
 from torchround.config import Config, EngineTable, RunTable, TrainingTable
@@ -22,7 +22,6 @@ from torchround.planning.cards import find_device
 from torchround.planning.memory import GIB
 from torchround.planning.plan import Plan
 from torchround.planning.plan_report import missing_bytes, plan_for
-from torchround.run import engine_parts
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import compiles_layers, layer_works, run_question
 from torchround.run.run_folder import RunFolder
@@ -43,14 +42,14 @@ def compiling_kind(monkeypatch):
 
 def test_auto_compiles_layers_on_kinds_that_inductor_writes_code_for(compiling_kind):
     def compiles(setting, kind):
-        return engine_parts.layer_compiler(toy_model(), EngineTable(compile=setting), kind) is not None
+        return trainer.layer_compiler(toy_model(), EngineTable(compile=setting), kind) is not None
 
     assert compiles("auto", "cpu") and compiles("auto", "cuda") and not compiles("auto", "npu")
     assert not compiles(False, "cpu") and compiles(True, "npu")
 
 
 def test_auto_compiles_no_layer_on_the_cpu():
-    assert engine_parts.layer_compiler(toy_model(), EngineTable(), "cpu") is None
+    assert trainer.layer_compiler(toy_model(), EngineTable(), "cpu") is None
 
 
 @pytest.mark.parametrize(("family", "flavor"), [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")])
@@ -91,7 +90,7 @@ def test_auto_leaves_layers_uncompiled_if_a_run_fits_only_then_and_its_plan_keep
             (folder.path / "plan.json").write_text(plan.to_json())
             assert with_kept_choices(compiled, None, folder).stays_uncompiled
     assert "stays_uncompiled" not in plan_for(compiled).to_json()
-    assert engine_parts.layer_compiler(model, config.engine, "cuda", stays_uncompiled=True) is None
+    assert trainer.layer_compiler(model, config.engine, "cuda", stays_uncompiled=True) is None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_a_run_with_auto_compiles_evaluates_and_resumes_to_the_same_bits(
         made.append(LayerCompiler(model, "aot_eager", options))
         return made[-1]
 
-    monkeypatch.setattr(engine_parts, "LayerCompiler", traced)
+    monkeypatch.setattr(trainer, "LayerCompiler", traced)
     validation = ("--validation.interval_steps=2", "--data.validation_fraction=0.1")
     planning = ("--engine.plan=none", "--engine.measure_steps=2", "--lr_schedule.decay=none")
     settings = (*validation, *planning, *adapters)

@@ -6,8 +6,8 @@ import torch
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, train
 from torchround.config import Config, EngineTable, TrainingTable
 from torchround.planning.plan import Plan
-from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
+from torchround.trainer import build_engine, build_store
 
 PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 4, "sync", 1.0, 0.0, 1.0)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.small_run import ASYNC, around_forward, before_step, interrupt
+from torchround import trainer
 from torchround.optim import SpikeBounds
-from torchround.run import engine_parts
 
 MICRO_BATCHES = 4
 STEPS = 15
@@ -22,7 +22,7 @@ SPIKE = 13
 
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch):
-    monkeypatch.setattr(engine_parts, "SpikeBounds", partial(SpikeBounds, window=10))
+    monkeypatch.setattr(trainer, "SpikeBounds", partial(SpikeBounds, window=10))
 
 
 class Steeper(torch.autograd.Function):

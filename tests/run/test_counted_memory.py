@@ -22,9 +22,9 @@ from torchround.planning.memory import MIB
 from torchround.planning.plan_report import fits, host_memory, plan_for, report_plan
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import PlannedMachines
-from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import run_question
+from torchround.trainer import build_engine, build_store
 
 
 class RandomSetting:

@@ -16,9 +16,9 @@ from torchround.planning.host_buffers import whole_pages
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.plan_report import longest_tokens, plan_for
 from torchround.planning.planner import InfeasiblePlanError
-from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware, available_host_bytes
 from torchround.run.numbers import run_question
+from torchround.trainer import build_store
 
 CPU = Hardware("cpu", 1, 2**30)
 

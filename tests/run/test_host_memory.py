@@ -16,9 +16,9 @@ from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.planning.memory import PROGRAM_BYTES
 from torchround.planning.partition import Partition
-from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import run_question
+from torchround.trainer import build_store
 
 HARDWARE = Hardware("cpu", 1, device_bytes=2**30)
 TOKENS, VOCABULARY = 16, 512

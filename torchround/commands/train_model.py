@@ -36,14 +36,13 @@ from torchround.planning.plan_report import host_memory, plan_for, report_plan
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.checkpoints import check_start, first_state, given_folder
 from torchround.run.early_end import BadStepsError
-from torchround.run.engine_parts import RunParts
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import num_parameters, run_question
 from torchround.run.packed_base import PackedBase
 from torchround.run.run_folder import RunError, RunFolder, disk_text, require_room
 from torchround.run.several_machines import RunMachines, joined_machines
 from torchround.run.validation import RunValidation, best_of, kept_losses
-from torchround.trainer import Trainer
+from torchround.trainer import RunParts, Trainer
 from torchround.untrusted.terminal import Progress, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a

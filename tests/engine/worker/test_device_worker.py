@@ -24,8 +24,8 @@ from torchround.engine.worker.compute import StageComputation
 from torchround.planning.partition import Partition
 from torchround.planning.plan import Plan
 from torchround.planning.update_modes import ASYNC, SYNC
-from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
+from torchround.trainer import build_engine, build_store
 
 MICRO_BATCHES = 4
 PARTITION = PARTITIONS["one layer a stage"]

@@ -14,9 +14,9 @@ from torchround.models import FAMILIES
 from torchround.planning.memory import device_memory
 from torchround.planning.partition import Partition
 from torchround.planning.plan_report import plan_for
-from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import run_question
+from torchround.trainer import build_engine, build_store
 
 
 def numel_of(partition):
