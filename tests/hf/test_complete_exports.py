@@ -21,7 +21,7 @@ from torchround.config import TokenizerTable
 from torchround.data import TokenizerError, build_tokenizer
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import export_tokenizer
-from torchround.hf.model_card import hub_name, model_card
+from torchround.hf.export import hub_name, model_card
 
 CONFIG = """
 model = { family = "llama3", shape = { num_layers = 1, hidden_size = 16, num_heads = 2, ffn_size = 16 } }

@@ -62,7 +62,7 @@ def test_import_then_export_gives_every_tensor_back_and_transformers_the_same_lo
     kind, releases, tmp_path, monkeypatch
 ):
     release = releases(kind)
-    monkeypatch.setattr(export_hf, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr("torchround.hf.export.SHARD_BYTES", 20_000)
     output = export(release, tmp_path)
     assert_same_tensors(output, release.folder)
     shards = sorted(output.glob("*.safetensors"))

@@ -20,7 +20,6 @@ import json
 import logging
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -44,8 +43,7 @@ from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.template_files import TEMPLATE_FILE, TOKENIZER_FILES, export_tokenizer, folder_of
 from torchround.hf import HFError
 from torchround.hf import adapters as peft
-from torchround.hf.export import SHARD_BYTES, ExportedTensor, keep_packed, unstack, write_tensors
-from torchround.hf.model_card import CARD_FILE, model_card
+from torchround.hf.export import CARD_FILE, ExportedTensor, keep_packed, model_card, unstack, write_tensors
 from torchround.hf.packed import PackedTensor, RoundedTensor
 from torchround.hf.tensor_folder import INDEX_FILE, QUANTISATION_KEYS, read_object
 from torchround.layer import HFNames, names_in
@@ -134,9 +132,9 @@ def export(
         # First, because it fails at once if the run's template is gone.
         copied = export_tokenizer(folder, state, base, tokenizer)
         if adapters:
-            # PEFT reads one file, so there are no shards, and looks a relative folder up from wherever it is started.
+            # PEFT reads one file, and looks a relative folder up from wherever it is started.
             tensors = adapter_tensors(saved, trained, adapter_names(saved.model, module_names))
-            files = write_tensors(folder, tensors, sys.maxsize, peft.TENSOR_FILE)
+            files = write_tensors(folder, tensors, peft.TENSOR_FILE)
             name, written = peft.CONFIG_FILE, []
             place = None if base is None else str(base.absolute())
             names = [module_names[weight] for weight in trained]
@@ -151,7 +149,7 @@ def export(
             if packed and saved.base is not None:
                 merged, unpacked = keep_packed(merged, saved.base.tensors)
             set_quantisation(content, unpacked)
-            files = write_tensors(folder, merged, SHARD_BYTES)
+            files = write_tensors(folder, merged)
             name, written = "config.json", write_generation(folder, content, config)
             if saved.base is not None and saved.base.carried:
                 written += copy_others(folder, saved.base.folder)
