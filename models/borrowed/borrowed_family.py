@@ -20,14 +20,11 @@ from torchround.models.borrowed.borrowed_layers import (
 )
 from torchround.models.borrowed.construction import (
     build_whole,
-    is_tied,
-    longest_sequence,
     names_in_whole,
     read_config,
     refuse,
     take_apart,
 )
-from torchround.models.borrowed.shell import Shell
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.family import FolderNames
 
@@ -66,7 +63,7 @@ class BorrowedFamily:
 
     def config_from_hf(self, content: Mapping[str, Any]) -> BorrowedConfig:
         """Read the content of a `config.json`. Raises `ModelConfigError`."""
-        config = read_config(content).text
+        config = read_config(content).get_text_config()
         if content.get("output_router_logits"):
             logger.warning(
                 "config.json turns the balance loss of the router on (output_router_logits): a model of family "
@@ -93,21 +90,20 @@ class BorrowedFamily:
 
     def cut(self, config: BorrowedConfig) -> CutModel:
         """Build the layers, beside the model that they were cut from. Raises `ModelConfigError`."""
-        read = read_config(config.content)
-        hf_config, whole = read.text, None
-        if read.whole is not hf_config:
-            whole = build_whole(read.whole)
-            hf_config.tie_word_embeddings = is_tied(whole)
+        release, whole = read_config(config.content), None
+        hf_config = release.get_text_config()
+        if release is not hf_config:
+            whole = build_whole(release)
+            head = whole.get_output_embeddings()
+            is_tied = head is not None and head.weight is whole.get_input_embeddings().weight
+            hf_config.tie_word_embeddings = is_tied
         anatomy = take_apart(hf_config)
-        model: Any = anatomy.model
+        model = anatomy.model
         names = {parameter: name for name, parameter in model.named_parameters()}
-        shell = Shell(anatomy.body, anatomy.blocks, anatomy.entries, anatomy.places)
-        shell.longest = longest_sequence(hf_config, anatomy.body)
-        common = anatomy, shell, model._init_weights
-        layers: dict[str, BorrowedLayer] = {"embedding": BorrowedEmbedding(*common)}
-        for index in range(shell.num_blocks):
-            layers[f"block.{index}"] = BorrowedBlock(*common, index)
-        layers["head"] = BorrowedHead(*common)
+        layers: dict[str, BorrowedLayer] = {"embedding": BorrowedEmbedding(anatomy)}
+        for index in range(anatomy.shell.num_blocks):
+            layers[f"block.{index}"] = BorrowedBlock(anatomy, index)
+        layers["head"] = BorrowedHead(anatomy)
         own: dict[str, str] = {}
         for layer_name, layer in layers.items():
             for path, parameter in layer.named_parameters():

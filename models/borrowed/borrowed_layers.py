@@ -20,7 +20,7 @@ from torchround.layer import IGNORED_LABEL, LayerWork, MicroBatch, Products
 from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, extrapolate
 from torchround.models.borrowed.recognised_parts import UNREAD
-from torchround.models.borrowed.shell import BlockCall, Shell, StandInBody, hollow, kind_of, with_modules
+from torchround.models.borrowed.shell import BlockCall, StandInBody, hollow, kind_of, with_modules
 from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import init_adapters
@@ -39,7 +39,7 @@ COUNTED_LENGTHS = (2048, 4096, 8192)
 
 
 class BorrowedLayer(nn.Module):
-    """A layer around `core` of `transformers`, sharing its children. `initialiser`, the model's own, fills one module."""
+    """A layer around `core` of `transformers`, sharing its children."""
 
     # Compiled code cannot look into the calls that transformers chooses while it runs. Blocks of recognised parts have `code`.
     never_compiled = True
@@ -47,7 +47,7 @@ class BorrowedLayer(nn.Module):
     # The width of the hidden state that the layer gets; None for the first layer.
     width: int | None = None
 
-    def __init__(self, core: nn.Module, shell: Shell, initialiser: Any) -> None:
+    def __init__(self, core: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
         core = with_modules(core, {})  # so that the model of `transformers` stays as it was built
         # The same dictionaries: whatever binds a parameter or replaces a module here, does so in the core too.
@@ -55,8 +55,9 @@ class BorrowedLayer(nn.Module):
             self.__dict__[kind] = core.__dict__[kind]
         # Not a child: it would be its own.
         self.__dict__["core"] = core
-        self.__dict__["initialiser"] = initialiser
-        self.shell = shell
+        # The model's own, which fills one module.
+        self.__dict__["initialiser"] = anatomy.model._init_weights
+        self.shell = anatomy.shell
 
     @property
     def longest(self) -> int | None:
@@ -108,10 +109,10 @@ class BorrowedLayer(nn.Module):
 class BorrowedEmbedding(BorrowedLayer):
     """First layer: the body up to its first block; tokens to `[B, T, D]`."""
 
-    def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any) -> None:
+    def __init__(self, anatomy: Anatomy) -> None:
         calls: list[tuple[Tensor, BlockCall]] = []
-        body = hollow(anatomy.body, anatomy.blocks, anatomy.entries, calls, anatomy.before)
-        super().__init__(body, shell, initialiser)
+        shell = anatomy.shell
+        super().__init__(hollow(anatomy.body, shell.blocks, shell.entries, calls, anatomy.before), anatomy)
         self.calls = calls
 
     def forward(self, hidden: None, micro_batch: MicroBatch) -> Tensor:
@@ -125,11 +126,12 @@ class BorrowedEmbedding(BorrowedLayer):
 class BorrowedBlock(BorrowedLayer):
     """Block `index`, `[B, T, D]` in and out. With `alone` it has no document mask, and runs each document by itself."""
 
-    def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any, index: int) -> None:
-        super().__init__(anatomy.body.get_submodule(f"{anatomy.blocks}.{index}"), shell, initialiser)
+    def __init__(self, anatomy: Anatomy, index: int) -> None:
+        shell = anatomy.shell
+        super().__init__(anatomy.body.get_submodule(f"{shell.blocks}.{index}"), anatomy)
         self.width, self.index = shell.width, index
         self.alone = anatomy.alone[index]
-        self.never_compiled = self.alone or not (anatomy.places and anatomy.places[index])
+        self.never_compiled = self.alone or not (shell.places and shell.places[index])
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:
@@ -211,15 +213,15 @@ class BorrowedHead(BorrowedLayer):
     the logits; it is None if the model does something else to them, such as a cap.
     """
 
-    def __init__(self, anatomy: Anatomy, shell: Shell, initialiser: Any) -> None:
+    def __init__(self, anatomy: Anatomy) -> None:
         tail = {name: anatomy.body.get_submodule(name) for name in anatomy.after}
         free = not tail.keys() & dict(anatomy.model.named_children()).keys()
         assert free, "names of the tail are free in the model"
         outer = with_modules(
             anatomy.model, {anatomy.body_name: StandInBody(anatomy.body, anatomy.output_class), **tail}
         )
-        super().__init__(outer, shell, initialiser)
-        self.tail, self.projection, self.width = anatomy.after, anatomy.projection, shell.width
+        super().__init__(outer, anatomy)
+        self.tail, self.projection, self.width = anatomy.after, anatomy.projection, self.shell.width
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if micro_batch.wants == "logits":

@@ -20,7 +20,6 @@ from torchround.models.borrowed.counted_work import call_with, fake_parameters, 
 from torchround.models.borrowed.recognised_parts import let_adapt, recognise
 from torchround.models.borrowed.shell import (
     BlockCall,
-    Places,
     Shell,
     StandInBody,
     Step,
@@ -51,19 +50,11 @@ def refuse(model_type: str, reason: str) -> ModelConfigError:
     )
 
 
-@dataclass(frozen=True)
-class ReadConfig:
-    """The config objects of `transformers`: of the model that is trained, and of the whole release that holds it.
+def read_config(content: Mapping[str, Any]) -> Any:
+    """Make the config object of `transformers` from the content of a `config.json`. Raises `ModelConfigError`.
 
-    They are one object unless the release wraps its text model in a model that reads more than text.
+    What is trained is its `get_text_config()`: another object if the release wraps its text model in one that reads more.
     """
-
-    text: Any
-    whole: Any
-
-
-def read_config(content: Mapping[str, Any]) -> ReadConfig:
-    """Read the content of a `config.json`. Raises `ModelConfigError`."""
     package = _transformers()
     configs = package.CONFIG_MAPPING
     model_type = content.get("model_type")
@@ -97,7 +88,7 @@ def read_config(content: Mapping[str, Any]) -> ReadConfig:
             )
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
-    return ReadConfig(config, whole)
+    return whole
 
 
 def _transformers() -> Any:
@@ -151,7 +142,7 @@ def _causal_class(config: Any, has_whole: bool) -> Any:
     return BodyWithHead
 
 
-def build_whole(config: Any) -> nn.Module:
+def build_whole(config: Any) -> Any:
     """Build the whole model of a release on `meta`, of the class that its config names. Raises `ModelConfigError`."""
     package = _transformers()
     named = [getattr(package, str(name), None) for name in getattr(config, "architectures", None) or ()]
@@ -164,12 +155,11 @@ def build_whole(config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             whole: Any = kind._from_config(config, dtype=torch.float32)
-            built: nn.Module = whole
     except Exception as error:  # some towers need packages of their own
         text = " ".join(str(error).split())
         raise refuse(config.model_type, f"its whole model cannot be built: {text}") from error
     whole.tie_weights()
-    return built
+    return whole
 
 
 def names_in_whole(whole: nn.Module, anatomy: "Anatomy") -> dict[str, str]:
@@ -221,16 +211,11 @@ def _run_without_layers(model: Any, path: str, anatomy: "Anatomy") -> list[Tenso
     body: Any = anatomy.body
     states = torch.linspace(-50, 50, 5 * body.config.hidden_size).view(1, 5, -1)
     calls: list[tuple[Tensor, BlockCall]] = []
-    made = with_submodule(model, path, hollow(body, anatomy.blocks, anatomy.entries, calls))
+    made = with_submodule(model, path, hollow(body, anatomy.shell.blocks, anatomy.shell.entries, calls))
     head = model.get_output_embeddings()
     name = next(name for name, child in model.named_modules() if child is head)
     logits = with_submodule(made, name, nn.Identity())(inputs_embeds=states, use_cache=False).logits
     return [logits, *(tensor for hidden, call in calls for tensor in (hidden, *call.tensors()))]
-
-
-def is_tied(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _build_on_meta(config: Any) -> nn.Module:
@@ -311,27 +296,23 @@ class Anatomy:
     """A model and how it is cut.
 
     - `body` and `body_name`: the body, and its name in the model.
-    - `blocks`: the name of the body's list of blocks.
+    - `shell`: the body without its layers, which all layers share.
     - `before`: the body's modules with parameters that run before the first block.
     - `after`: the modules that run after the last block, one after the other.
-    - `entries`: the length of the tuple that each block returns, 0 if it returns its hidden state alone.
     - `output_class`: what the body returns.
     - `projection`: the linear layer whose output is the logits, or None.
     - `alone`: for each block, whether documents have to run through it one by one.
-    - `places`: where recognised blocks get their documents (`Shell`).
     """
 
     model: nn.Module
     body: nn.Module
     body_name: str
-    blocks: str
+    shell: Shell
     before: tuple[str, ...]
     after: tuple[str, ...]
-    entries: int
     output_class: type
     projection: str | None
     alone: tuple[bool, ...]
-    places: Places
 
 
 def take_apart(config: Any) -> Anatomy:
@@ -416,14 +397,12 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
         model,
         body,
         body_name,
-        blocks,
+        Shell(body, blocks, entries, places, longest_sequence(config, body)),
         before=tuple(name for name in trained if name != blocks and (name in early or name not in after)),
         after=after,
-        entries=entries,
         output_class=type(output),
         projection=_projection(model, body_name, type(output), hidden.shape[-1]),
         alone=alone,
-        places=places,
     )
 
 

@@ -136,21 +136,26 @@ class _Shared:
 
 class Shell(nn.Module):
     """A body without its layers. `blocks` is the name of its list of blocks, `entries` as in `Recorder`. `places` are those of
-    recognised blocks, for which the body makes no masks.
+    recognised blocks, for which the body makes no masks. `longest`: the most tokens of a sequence, and the reason, if limited.
 
     All layers of a model share one shell. It has no parameters; its buffers are constants.
     """
 
-    def __init__(self, body: nn.Module, blocks: str, entries: int, places: Places = ()) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        blocks: str,
+        entries: int,
+        places: Places = (),
+        longest: tuple[int, str] | None = None,
+    ) -> None:
         super().__init__()
-        self.entries, self.places = entries, places
+        self.entries, self.places, self.longest = entries, places, longest
         self._calls: Recorded = []
         self.body = hollow(body, blocks, entries, self._calls)
         self.blocks = blocks
         self.num_blocks = len(self.body.get_submodule(blocks))  # type: ignore[arg-type]
         self.width: int = body.config.hidden_size  # type: ignore[assignment,union-attr]
-        # The most tokens of a sequence, and the reason, if the body has such a limit.
-        self.longest: tuple[int, str] | None = None
         # Costs by kind of layer and shape.
         self.counted: dict[Any, LayerWork] = {}
         self._latest: weakref.ref[_Shared] | None = None

@@ -289,30 +289,25 @@ class KeysAndValues:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._held: list[Tensor] = []  # the keys, and the values
 
     @property
     def nbytes(self) -> int:
-        return sum(0 if held is None else held.nbytes for held in (self._keys, self._values))
+        return sum(held.nbytes for held in self._held)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add `[B, T, K, C]` each, and return all keys and values so far, `[B, S, K, C]`."""
         start, self.length = self.length, self.length + key.shape[1]
         assert self.length <= self.capacity, f"{self.length} tokens, and room for {self.capacity}"
-        self._keys, self._values = (
-            self._extended(held, new, start) for held, new in ((self._keys, key), (self._values, value))
-        )
-        return self._keys[:, : self.length], self._values[:, : self.length]
+        if not self._held:
+            self._held = [new.new_empty((len(new), self.capacity, *new.shape[2:])) for new in (key, value)]
+        for held, new in zip(self._held, (key, value), strict=True):
+            assert held.device == new.device, (
+                f"keys and values are on {held.device}, the block on {new.device}"
+            )
+            held[:, start : self.length] = new
+        keys, values = (held[:, : self.length] for held in self._held)
+        return keys, values
 
     def clear(self) -> None:
-        self._keys = self._values = None
-
-    def _extended(self, held: Tensor | None, new: Tensor, start: int) -> Tensor:
-        if held is None:
-            held = new.new_empty((new.shape[0], self.capacity, *new.shape[2:]))
-        assert held.device == new.device, (
-            f"keys and values are on {held.device}, the block runs on {new.device}"
-        )
-        held[:, start : self.length] = new
-        return held
+        self._held = []

@@ -32,7 +32,7 @@ from torchround.layer import (
 from torchround.models.common import chunks
 from torchround.models.common.attention import Attention, KeysAndValues
 from torchround.models.common.config import ModelConfigError, TransformerConfig
-from torchround.models.common.feed_forward import MoE, balance_penalty
+from torchround.models.common.feed_forward import MoE, balance_penalty, expert_load
 from torchround.models.common.lora import init_adapters
 from torchround.models.common.loss import loss_work, token_loss_sum
 from torchround.models.common.primitives import init_embedding_, init_linear_, lookup
@@ -160,8 +160,8 @@ class Block(nn.Module):
         x = self.mlp_norm(stream)
         is_read = output_is_read()
         if isinstance(self.mlp, MoE) and self.mlp.shape.balance_coefficient:
-            mixed, load = self.mlp.forward_with_load(x, is_read)
-            return stream + mixed, sum(loads, start=load)
+            mixed, probabilities, chosen = self.mlp.forward_with_choice(x, is_read)
+            return stream + mixed, sum(loads, start=expert_load(probabilities, chosen))
         stream = stream + self.mlp(x, is_read)
         return (stream, *loads) if loads else stream
 

@@ -102,26 +102,17 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
         """Compute the output; unless it `is_read`, its graph alone counts (`in_chunks`)."""
-        return self._mix_all(x, *self._choose(self._route(x)), is_read)
+        return self.forward_with_choice(x, is_read)[0]
 
-    def forward_with_load(self, x: Tensor, is_read: bool = True) -> tuple[Tensor, Tensor]:
-        """Compute the output as `forward` does, and the load `[B, 2, E]` fp32 of `expert_load`."""
-        probabilities = self._route(x)
-        weights, chosen = self._choose(probabilities)
-        return self._mix_all(x, weights, chosen, is_read), expert_load(probabilities, chosen)
-
-    def _route(self, x: Tensor) -> Tensor:
-        return self.router(x).softmax(dim=-1, dtype=torch.float32)  # [B, T, E]
-
-    def _choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_with_choice(self, x: Tensor, is_read: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the output, the router's probabilities `[B, T, E]` fp32 and each token's experts `[B, T, k]`."""
+        probabilities = self.router(x).softmax(dim=-1, dtype=torch.float32)  # [B, T, E]
         weights, chosen = probabilities.topk(self.shape.num_chosen, dim=-1)  # [B, T, k]
         if self.shape.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
-
-    def _mix_all(self, x: Tensor, weights: Tensor, chosen: Tensor, is_read: bool) -> Tensor:
         flat = (part.flatten(0, 1) for part in (x, weights, chosen))  # [B, T, ..] -> [N, ..]
-        return in_chunks(self.experts, self._mix, *flat, is_read=is_read).view_as(x)
+        mixed = in_chunks(self.experts, self._mix, *flat, is_read=is_read).view_as(x)
+        return mixed, probabilities, chosen
 
     def _mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Pass tokens `[N, D]` through their `chosen [N, k]` experts, with `weights [N, k]`."""

@@ -20,7 +20,6 @@ from torchround.models.common.sinks import join_sinks, sinks_gradient
 # `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
 Once = Callable[[Hashable, Callable[[], Tensor]], Tensor]
 
-
 # Processors of the largest card that PyTorch knows, NVIDIA's B300.
 MOST_PROCESSORS = 160
 
@@ -118,18 +117,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output `[N, H, C]`, the fp32 log-sum-exp `[H, N]`, and the (unused) state of dropout."""
     offsets, longest = _offsets_and_longest(documents, bound, longest)
-    output, log_sums, random_state, _, _ = _forward_kernel(
-        query,
-        key,
-        value,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        0.0,
-        window is None,
-        False,
-        **_sides(window, scale),
+    kernel = partial(_forward_kernel, query, key, value, **_sides(window, scale))
+    output, log_sums, random_state, *_ = kernel(
+        offsets, offsets, longest, longest, 0.0, window is None, False
     )
     return output, log_sums, random_state
 
@@ -155,26 +145,11 @@ def _backward(
     """
     offsets, longest = _offsets_and_longest(documents, bound, longest)
     step, unused = documents_at_once(len(query)), torch.empty(0, device=query.device)
+    kernel = partial(_backward_kernel, grad, query, key, value, output, log_sums, **_sides(window, scale))
     found: tuple[Tensor, ...] = ()
     for first in range(0, len(offsets) - 1, step):
         part = offsets[first : first + step + 1]
-        more = _backward_kernel(
-            grad,
-            query,
-            key,
-            value,
-            output,
-            log_sums,
-            part,
-            part,
-            longest,
-            longest,
-            0.0,
-            window is None,
-            random_state,
-            unused,
-            **_sides(window, scale),
-        )
+        more = kernel(part, part, longest, longest, 0.0, window is None, random_state, unused)
         if found:
             # Later parts overwrite what this one leaves undefined after its own tokens.
             is_later = (torch.arange(len(query), device=query.device) >= part[0])[:, None, None]
