@@ -20,7 +20,7 @@ from torchround.engine.program import Program
 from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, PART, RECORDS, STATE, WEIGHTS, Buffer
 from torchround.layer import LayeredModel
 
-UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (6, 1, 4, 5), strict=True)]
+UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 4), (4, 1, 3, 2), strict=True)]
 
 
 def logs_of(row, dropped=None, fault=None):
