@@ -266,13 +266,6 @@ def test_there_is_no_race_for_any_cut_and_device_count(options, devices, cut, up
     assert find_races(tasks_apart(log.entries)) == []
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8", "muon", "muon8"])
-@pytest.mark.parametrize("make", [lambda **o: run(3, "forward", **o), lambda **o: tied(3, "async", **o)])
-def test_there_is_no_race_with_any_optimizer(make, optimizer):
-    assert not any(find_races(tasks_apart(log.entries)) for log in logs_of(make(optimizer=optimizer, dtype="bf16")))
-
-
 WRITTEN = [(name, update) for name in ("adamw", "adamw8") for update in ("sync", "async", "predict", "bounded")]
 WRITTEN += [(optimizer, update) for optimizer in ("muon", "muon8") for update in ("sync", "async")]
 
