@@ -1,4 +1,4 @@
-"""`train.py` as a process of its own: a signal, torchrun, wandb, and two processes on one folder."""
+"""`train.py` as a process of its own under torchrun, also with wandb."""
 
 import os
 import signal
@@ -22,25 +22,6 @@ def wait_until(condition, process):
 def has_logged(runs, name, step):
     metrics = runs.path(name) / "metrics.jsonl"
     return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
-
-
-@pytest.mark.nightly  # by default `tests/faults/test_signals.py` does this without a fresh Python
-def test_a_run_that_is_terminated_and_resumed_equals_an_uninterrupted_one(small_runs, capsys):
-    process = small_runs.start("run", *ENDLESS)
-    wait_until(has_logged(small_runs, "run", 2), process)
-    assert small_runs("run") == 2  # while the process is at it
-    assert f"in use by process {process.pid} on {socket.gethostname()}" in capsys.readouterr().err
-    process.send_signal(signal.SIGTERM)
-    printed, errors = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM
-    [saved] = small_runs.saved("run")
-    assert list(small_runs.losses("run")) == list(range(1, saved + 1)) and saved >= 2
-    assert errors.startswith("SIGTERM: finishing the steps") and "Traceback" not in errors
-    assert f"saved after step {saved} of 100000; run the same command to continue" in printed.splitlines()[-1]
-    total = f"--training.steps={saved + 2}"
-    assert small_runs("run", *DEBUG, *ENDLESS, total, "--engine.num_devices=3") == 0
-    assert small_runs("whole", *DEBUG, *ENDLESS, total) == 0
-    small_runs.assert_same("run", "whole", step=saved + 2)
 
 
 @pytest.mark.nightly

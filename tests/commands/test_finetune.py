@@ -6,12 +6,13 @@ import re
 import shutil
 import socket
 
+import datasets
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.hub_server import hub_of
-from tests.support.processes import run_program
 from tests.support.small_run import before_step, interrupt, tensors_in
 from tests.support.space_vocabularies import space_tokenizer, write_kind
 from torchround.commands import finetune, try_model
@@ -20,7 +21,6 @@ from torchround.config import load_config
 from torchround.config.load import with_overrides
 from torchround.config.validate import RawConfig
 
-STARTED = "from torchround.commands import main; main()"
 CHATS = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n} and " * 9}]}
     for n in range(150)
@@ -49,6 +49,15 @@ def folder(working_folder):
     write_release(working_folder / "release")
     write_lines(working_folder / "chats" / "a.jsonl", CHATS)
     return working_folder
+
+
+def use_hub(patch, address, cache):
+    """Use a hub and a cache that are as if HF_ENDPOINT and HF_HOME had named them."""
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    names = {"ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(cache)}
+    for name, value in names.items():
+        patch.setattr(constants, name, value)
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
 
 
 COMMAND = ("release", "chats", "--lora", "4", "--steps", "4", "--engine.cpu_threads", "1")
@@ -88,17 +97,19 @@ def test_an_interrupted_run_continues_with_the_same_command_and_ends_in_a_model_
 
 
 @pytest.mark.thorough
-def test_a_model_and_a_dataset_of_the_hub_are_fetched_once_and_then_read_without_a_network(folder, tmp_path):
+def test_a_model_and_a_dataset_of_the_hub_are_fetched_once_and_then_read_without_a_network(folder, monkeypatch):
     write_lines(folder / "set" / "train.jsonl", CHATS)
     named = {"models/toy/llama": folder / "release", "datasets/toy/chats": folder / "set"}
-    command = ["-c", STARTED, "finetune", "toy/llama", "toy/chats", "--steps", "1", "--checkpoint.export", "off"]
-    place = {"HF_HOME": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "cache" / "datasets")}
+    command = ["toy/llama", "toy/chats", "--steps", "1", "--checkpoint.export", "off"]
     with hub_of(named) as (address, requests):
-        first = run_program(*command, folder=folder, HF_ENDPOINT=address, **place)
-        assert re.search(r"fetching  toy/llama: .*\nfetching  toy/chats: ", first.stdout)
-        assert sum(path.startswith("GET") and path.endswith("model.safetensors") for path in requests) == 1
+        use_hub(monkeypatch, address, folder / "cache")
+        assert finetune.main(command) == 0
+        fetched = [path for path in requests if path.startswith("GET") and path.endswith("model.safetensors")]
         seen = len(requests)
-        run_program(*command, "--out", "b", folder=folder, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **place)
+        assert len(fetched) == 1
+        for settings in (constants, datasets.config):
+            monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
+        assert finetune.main([*command, "--out", "b"]) == 0
         assert len(requests) == seen
     used = load_config("outputs/llama-chats/config.toml")
     assert "models--toy--llama/snapshots/" in used.model.hf_path and used.data.sources[0].format == "dataset"
@@ -200,16 +211,12 @@ def hub(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message_and_nothing_is_written(name, hub, folder, tmp_path_factory, capsys, monkeypatch):
-    from huggingface_hub import constants
-
     arguments, message, change = MISTAKES[name]
     if change == "offline":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             hub, change = f"http://127.0.0.1:{free.getsockname()[1]}", None
-    monkeypatch.setattr(constants, "ENDPOINT", hub)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+    use_hub(monkeypatch, hub, tmp_path_factory.mktemp("cache"))
     (folder / "nothing").mkdir()
     (folder / "empty.jsonl").touch()
     (folder / "broken.jsonl").write_text('{"text": "no end\n')

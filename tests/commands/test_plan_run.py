@@ -77,9 +77,9 @@ def test_a_run_that_does_not_fit_gets_three_changes_and_the_memory_that_would_do
 
 
 def test_a_plan_names_the_machine_of_its_config_and_says_if_it_has_no_limit(plan):
-    named = plan("--config", "qwen3_1_7b.toml").stdout
+    named = plan("--config", "qwen3_1_7b.toml", "--model.flavor=debug").stdout
     assert named.startswith("planned for 8 x rtx4090 with 21.60 GiB usable of 24 GiB; host memory: 91.20 GiB")
-    keys = ["--machines.host_memory_gib=none", "--device=h100", "--num-devices=2", "--model.flavor=0.6B"]
+    keys = ["--machines.host_memory_gib=none", "--device=h100", "--num-devices=2", "--model.flavor=debug"]
     other = plan("--config", "qwen3_1_7b.toml", *keys).stdout
     assert other.startswith("planned for 2 x h100 with 72.00 GiB usable of 80 GiB; host memory: no limit was given")
     assert "kept activations" not in other

@@ -63,10 +63,11 @@ def test_text_has_the_tokens_of_the_reference_and_decodes_as_there(pairs, kind):
         assert ours.encode(text) == ids, text
         decoded = ours.decode(ids)
         assert decoded == reference.decode(ids, skip_special_tokens=False), text
-        for cut in range(1, min(len(ids), 9)):  # as samples are shown: what follows a prompt keeps its space
-            parts = ours.decode(ids[:cut]) + ours.decode_after(ids[:cut], ids[cut:])
-            own_space = ids[cut - 1] in (ours.in_text["<tool>"], ours.special["<unk>"])  # the library's own
-            assert parts == decoded or own_space or "\ufffd" in parts, (text, cut)
+        start = ids[:50]
+        for cut in range(1, min(len(start), 9)):  # as samples are shown: what follows a prompt keeps its space
+            parts = ours.decode(start[:cut]) + ours.decode_after(start[:cut], start[cut:])
+            own_space = start[cut - 1] in (ours.in_text["<tool>"], ours.special["<unk>"])  # the library's own
+            assert parts == ours.decode(start) or own_space or "\ufffd" in parts, (text, cut)
 
 
 @EACH

@@ -20,7 +20,7 @@ from torchround.engine.program import Program
 from torchround.engine.tasks import DECISION, DIRECTION, GRADIENT, PART, RECORDS, STATE, WEIGHTS, Buffer
 from torchround.layer import LayeredModel
 
-UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 8), (6, 1, 4, 5), strict=True)]
+UNEVEN = [batch[:count] for batch, count in zip(toy_batches(4, 4), (4, 1, 3, 2), strict=True)]
 
 
 def logs_of(row, dropped=None, fault=None):
@@ -264,13 +264,6 @@ def test_each_wait_of_a_device_orders_something(place):
 def test_there_is_no_race_for_any_cut_and_device_count(options, devices, cut, update):
     [log] = logs_of(Row(devices, cut=cut, update=update, **options))
     assert find_races(tasks_apart(log.entries)) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8", "muon", "muon8"])
-@pytest.mark.parametrize("make", [lambda **o: run(3, "forward", **o), lambda **o: tied(3, "async", **o)])
-def test_there_is_no_race_with_any_optimizer(make, optimizer):
-    assert not any(find_races(tasks_apart(log.entries)) for log in logs_of(make(optimizer=optimizer, dtype="bf16")))
 
 
 WRITTEN = [(name, update) for name in ("adamw", "adamw8") for update in ("sync", "async", "predict", "bounded")]

@@ -17,7 +17,7 @@ from torchround.checkpoint.folders import checkpoint_name
 SPLIT = "--training.dtype=bfloat16"
 RELEASE = ["--model.family=auto", "--model.flavor=none", "--model.hf_path=release"]
 PACKED = [*RELEASE, SPLIT, "--lora.rank=2", "--lora.base=nf4", "--lora.base_cache=cache"]
-STEPS = 25
+STEPS = 12
 OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 TRAINS = "tests.support.scenarios:trains"
 IS_KILLED = "tests.support.scenarios:is_killed_at"
@@ -27,7 +27,7 @@ def killed(processes, folder, arguments, moment):
     """Start a run and kill it, unless it completes first: three of four times at a file operation of a checkpoint."""
     if moment.random() < 0.75:
         delay_s = moment.choice((0.0, moment.uniform(0, 0.01)))
-        return processes.run(IS_KILLED, moment.randint(1, 80), delay_s, arguments, folder=folder)
+        return processes.run(IS_KILLED, moment.randint(1, 40), delay_s, arguments, folder=folder)
     child = processes.start(TRAINS, arguments, folder=folder)
     time.sleep(moment.uniform(0, 0.4))
     child.send(signal.SIGKILL)

@@ -30,9 +30,9 @@ def blocks(number, **fields):
 
 
 @given(
-    costs=costs(max_layers=6),
-    devices=st.integers(1, 4),
-    micro_batches=st.integers(1, 5),
+    costs=costs(max_layers=5),
+    devices=st.integers(1, 3),
+    micro_batches=st.integers(1, 4),
     update=st.sampled_from(["sync", "async", "bounded"]),
     rounds=st.sampled_from([1, "auto"]),
     link=LINKS,

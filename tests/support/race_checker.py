@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -147,30 +147,40 @@ class Access:
 
 def find_races(entries: Iterable[Entry]) -> list[tuple[Access, Access]]:
     """A race is two accesses to overlapping bytes, at least one of them a write, that nothing orders."""
-    clocks: dict[str, Clock] = defaultdict(dict)
-    signals: dict[object, Clock] = {}
+    moments: Counter[str] = Counter()
+    heard: dict[str, Clock] = defaultdict(dict)  # of others; signals share it, so it is replaced and never changed
+    signals: dict[object, tuple[str, int, Clock]] = {}
     history: dict[int, list[Access]] = defaultdict(list)
     races = []
     for index, entry in enumerate(entries):
-        clock = clocks[entry.actor]
-        clock[entry.actor] = clock.get(entry.actor, 0) + 1
-        # Each entry is a new moment of its actor. The clock says which moments of others it has heard of.
+        actor = entry.actor
+        moments[actor] += 1  # each entry is a new moment of its actor
         if entry.action == "signal":
-            signals[entry.token] = dict(clock)
+            signals[entry.token] = actor, moments[actor], heard[actor]
         elif entry.action == "wait":
-            for actor, moment in signals[entry.token].items():
-                clock[actor] = max(clock.get(actor, 0), moment)
+            other, moment, theirs = signals[entry.token]
+            # An actor that has heard of a moment has heard of all that came before it.
+            if other != actor and heard[actor].get(other, 0) < moment:
+                heard[actor] = _joined(heard[actor], theirs) | {other: moment}
         for regions, writes in ((entry.reads, False), (entry.writes, True)):
             for region in regions:
-                access = Access(entry.actor, clock[entry.actor], index, region, writes)
-                races += _check(history[region.allocation], access, clock)
+                access = Access(actor, moments[actor], index, region, writes)
+                races += _check(history[region.allocation], access, heard[actor])
     return races
 
 
-def _check(history: list[Access], access: Access, clock: Clock) -> list[tuple[Access, Access]]:
+def _joined(clock: Clock, other: Clock) -> Clock:
+    less, joined = (clock, dict(other)) if len(clock) < len(other) else (other, dict(clock))
+    for actor, moment in less.items():
+        if joined.get(actor, 0) < moment:
+            joined[actor] = moment
+    return joined
+
+
+def _check(history: list[Access], access: Access, heard: Clock) -> list[tuple[Access, Access]]:
     races, kept = [], []
     for earlier in history:
-        ordered = earlier.moment <= clock.get(earlier.actor, 0)
+        ordered = earlier.actor == access.actor or earlier.moment <= heard.get(earlier.actor, 0)
         if earlier.region.overlaps(access.region) and not ordered and (earlier.writes or access.writes):
             races.append((earlier, access))
         # An earlier access may be forgotten if each later one that it would race
@@ -187,7 +197,8 @@ def tasks_apart(entries):
     tasks = Counter()
     for entry in entries:
         number = tasks[entry.actor]
-        yield replace(entry, actor=f"{entry.actor}, task {number}") if number else entry
+        actor = f"{entry.actor}, task {number}" if number else entry.actor
+        yield Entry(actor, entry.action, entry.token, entry.reads, entry.writes)
         tasks[entry.actor] += (
             entry.action == "signal" and isinstance(entry.token, Task) and entry.token.worker is not None
         )

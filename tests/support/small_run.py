@@ -24,6 +24,7 @@ from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
 from torchround.observe import run_page
 from torchround.optim.split_weights import join
+from torchround.planning import plan_report
 from torchround.trainer import Trainer
 
 LAYERS = 5  # embedding, three blocks, head
@@ -117,11 +118,16 @@ def small_family():
 
 @contextmanager
 def working_in(folder):
-    """Enter a folder that runs work in, with the family `small`. They draw no pictures, and threads stay as many."""
+    """Enter a folder that runs work in, with the family `small`. Threads stay as many.
+
+    Runs draw no pictures. A dry run finds the longest sequence of up to 64 tokens: of a borrowed model, each length is traced.
+    """
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         use_family(patch, "small", small_family())
         draw_no_pictures(patch)
+        patch.setattr(plan_report, "LENGTH_STEP", 64)
+        patch.setattr(plan_report, "LONGEST_LENGTH", 64)
         patch.chdir(folder)
         yield folder
     torch.set_num_threads(threads)
