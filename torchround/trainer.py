@@ -203,7 +203,6 @@ class Trainer:
         try:
             try:
                 with engine:
-                    self._traces.start()
                     try:
                         yield engine
                     except DataError:
