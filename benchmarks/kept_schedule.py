@@ -190,7 +190,7 @@ class ModelledMark(Mark):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self._host_s = seconds
+        self.host_s = seconds
 
 
 class LinkedDevice(CpuDevice):

@@ -265,7 +265,6 @@ class Trainer:
         try:
             try:
                 with engine:
-                    self._traces.start()
                     try:
                         yield engine
                     except DataError:

@@ -57,6 +57,9 @@ def test_marks_of_two_streams_wait_for_both(kind):
     device.run(Stream.WEIGHT_UPLOAD, buffer.zero_)
     later = device.mark(Stream.WEIGHT_UPLOAD)
     assert later.seconds_since(earlier) == pytest.approx(-earlier.seconds_since(later))
+    # Traces place marks on the host's clock, one after the other.
+    apart_s = device.host_s(later) - device.host_s(earlier)
+    assert apart_s == pytest.approx(later.seconds_since(earlier), abs=1e-6) and device.host_s(later) > 0
     assert earlier.event.query() and later.event.query()
 
 

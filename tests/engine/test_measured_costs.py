@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine
-from torchround.engine.reports import Span, StageReport, layer_times
+from torchround.engine.device import Span
+from torchround.engine.reports import StageReport, layer_times
 from torchround.planning.costs import Costs, KeptCost, LayerCost, measured_costs
 from torchround.planning.partition import SpanKind, StageKind, StageTask
 

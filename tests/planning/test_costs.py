@@ -1,6 +1,7 @@
 """Costs as data, from FLOPs, and against the published layer times and hops."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,9 @@ from torchround.planning.costs import Costs, CostsError, KeptCost, LayerCost
 from torchround.planning.rates import RATES, CardRates, Rates, costs_from_work
 from torchround.planning.update_costs import newton_schulz_flops
 from torchround.run.numbers import with_job
+
+
+KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0), KeptCost("down", 20, 2.0)))
 
 
 @given(costs())
@@ -75,6 +79,19 @@ def test_seconds_are_those_of_each_kind_of_work_and_frozen_parameters_have_no_up
     assert costs_from_work(["block"], works[:1], numels[:1], assumed).layers[0].forward_s > 3
 
 
+@pytest.mark.parametrize("packed_bytes", [10**9, 0])
+@pytest.mark.parametrize("kept", [(), ("attention",), ("attention", "down")], ids=str)
+def test_a_layer_is_unpacked_before_each_forward_recomputation_and_backward(kept, packed_bytes):
+    """What the layer keeps saves nothing of it."""
+    layer, card = replace(KEEPING, kept=kept, weight_bytes=packed_bytes), DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
+    pass_s = 5 * packed_bytes / card.memory_bytes_per_s(1e12)  # 1 byte is read, 4 are written
+    packed = CardRates.of(card, "bfloat16").unpacking(layer, 4 * packed_bytes, 100)
+    seconds = [layer.forward_s + pass_s, layer.recompute_s + pass_s, layer.backward_s + pass_s]
+    assert [packed.forward_s, packed.recompute_s, packed.backward_s] == pytest.approx(seconds)
+    assert packed.keepable == layer.keepable
+    assert (packed.unpacked_bytes, packed.workspace_bytes) == (4 * packed_bytes, 100 * bool(packed_bytes))
+
+
 def test_published_steps_are_predicted_without_the_model_and_hops_are_as_measured():
     for width, hop_ms in (
         (2048, 1.6),
@@ -115,9 +132,6 @@ def test_fp16_accumulation_doubles_the_rate_of_float16_on_geforce_cards_alone():
 def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported, name):
     device = find_device(reported)
     assert name == (device and device.name)
-
-
-KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0), KeptCost("down", 20, 2.0)))
 
 
 def test_kept_names_that_a_layer_lacks_are_refused():

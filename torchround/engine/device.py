@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -23,6 +24,7 @@ from torch import Tensor
 from torchround.accelerators import kind_of
 from torchround.engine.errors import DeviceMemoryError, FaultLocation
 from torchround.planning.memory import GIB
+from torchround.planning.partition import SpanKind
 
 if TYPE_CHECKING:
     from torchround.engine.board import Observer
@@ -48,14 +50,23 @@ class Stream(Enum):
 
 
 UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD)
+COPIES = {
+    Stream.WEIGHT_UPLOAD: SpanKind.WEIGHTS,
+    Stream.ACTIVATION_UPLOAD: SpanKind.RELOAD,
+    Stream.ACTIVATION_DOWNLOAD: SpanKind.OFFLOAD,
+    Stream.GRADIENT_DOWNLOAD: SpanKind.GRADIENTS,
+}
 
 
 class Mark:
-    """A point in a stream whose time can be read: that of `event`, or the host's now for a point that is passed already."""
+    """A point in a stream whose time can be read: that of `event`, or `host_s` for a point that is passed already.
+
+    `host_s` is the host's time when the mark was made.
+    """
 
     def __init__(self, event: torch.Event | None = None) -> None:
         self.event = event
-        self._host_s = time.perf_counter()
+        self.host_s = time.perf_counter()
 
     def synchronize(self) -> None:
         if self.event is not None:
@@ -67,11 +78,46 @@ class Mark:
     def seconds_since(self, earlier: "Mark") -> float:
         """Measure the seconds between two marks of one device. Waits until the device has passed both."""
         if self.event is None or earlier.event is None:
-            return self._host_s - earlier._host_s
+            return self.host_s - earlier.host_s
         # The marks may be in two streams, and then either stream may reach its mark last.
         earlier.synchronize()
         self.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
+
+    Or one bundle's update, between two marks of the host; `layers` is then the first layer that uses it.
+    """
+
+    kind: SpanKind
+    start: Mark
+    end: Mark
+    stream: Stream = Stream.COMPUTE
+    micro_batch: int = 0
+    layers: range = range(0)
+    copied_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The duration. Waits until the device has passed its end."""
+        return self.end.seconds_since(self.start)
+
+    def trace_event(self, process: int, step: int, start_s: float) -> dict[str, object]:
+        """Describe the span in the Trace Event Format, on the thread of its stream. Steps count from 0, in files from 1."""
+        ends = dict.fromkeys((self.layers[0], self.layers[-1])) if self.layers else ()
+        return {
+            "ph": "X",
+            "name": f"{self.kind.value} {'-'.join(map(str, ends))}",
+            "cat": self.kind.value,
+            "pid": process,
+            "tid": list(Stream).index(self.stream),
+            "ts": start_s * 1e6,
+            "dur": self.seconds * 1e6,
+            "args": {"step": step + 1, "micro_batch": self.micro_batch, "moved_bytes": self.copied_bytes},
+        }
 
 
 # A point in a stream. The host may wait for it, or ask whether it is passed. A failed device may raise in both.
@@ -84,7 +130,8 @@ class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
     `has_link` says that copies cross a link to the host. `step_of` gives, for each stream, the training step of what is
-    enqueued next, or `NO_STEP`, for watchers. `location` is where in the pipeline the device's thread is.
+    enqueued next, or `NO_STEP`, for watchers. `copies` gets the copies of the steps that are its keys. `location` is where in
+    the pipeline the device's thread is.
     """
 
     pins_host_memory: bool
@@ -96,6 +143,7 @@ class Device(ABC):
         self.num_enqueued = 0  # operations and events
         self.buffers: list[Tensor] = []
         self.step_of = dict.fromkeys(Stream, 0)
+        self.copies: dict[int, list[Span]] = {}
         self.watchers: list[Observer] = []
         self.location = FaultLocation(f"device {name}")
         # Events that the queues have not passed as far as is known, with what they announce and the location.
@@ -128,7 +176,11 @@ class Device(ABC):
         else:
             self.downloaded_bytes += source.nbytes
         work = partial(destination.copy_, source, non_blocking=True)
+        traced = self.copies.get(self.step_of[stream])
+        start = PASSED if traced is None else self.mark(stream)
         self.run(stream, work, [source], [destination], source.nbytes)
+        if traced is not None:
+            traced.append(Span(COPIES[stream], start, self.mark(stream), stream, copied_bytes=source.nbytes))
 
     def run(
         self,
@@ -223,6 +275,10 @@ class Device(ABC):
         """Record a timed point after everything enqueued on `stream` so far."""
         return Mark()
 
+    def host_s(self, mark: Mark) -> float:
+        """Convert the time of a mark to the host's clock. Waits until the device has passed it."""
+        return mark.host_s
+
     def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         return work()
 
@@ -279,9 +335,18 @@ class AcceleratorDevice(Device):
         # Small kernels round gradients between copies. At equal priority each would queue behind those of a whole stage.
         priorities = {Stream.GRADIENT_DOWNLOAD: -1}
         self._streams = {stream: self.kind.stream(device, priorities.get(stream, 0)) for stream in Stream}
+        # A mark and its time by the host's clock. The first is passed at once: the stream is empty.
+        first = self.mark(Stream.COMPUTE)
+        self._clock = first, first.host_s
 
     def mark(self, stream: Stream) -> Mark:
         return Mark(self._record(stream, timed=True))
+
+    def host_s(self, mark: Mark) -> float:
+        # From the mark before: devices count milliseconds between two marks in float32, too coarse for hours.
+        before, before_s = self._clock
+        self._clock = mark, before_s + mark.seconds_since(before)
+        return self._clock[1]
 
     def enter_thread(self) -> None:
         torch.accelerator.set_device_index(self.torch_device)

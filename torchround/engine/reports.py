@@ -7,29 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from torchround.engine.device import Mark, Stream
-from torchround.planning.partition import SpanKind, StageTask
-
-
-@dataclass(frozen=True)
-class Span:
-    """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
-
-    Or one bundle's update, between two marks of the host; `layers` is then the first layer that uses it.
-    """
-
-    kind: SpanKind
-    start: Mark
-    end: Mark
-    stream: Stream = Stream.COMPUTE
-    micro_batch: int = 0
-    layers: range = range(0)
-    copied_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """The duration. Waits until the device has passed its end."""
-        return self.end.seconds_since(self.start)
+from torchround.engine.device import Mark, Span
+from torchround.planning.partition import StageTask
 
 
 @dataclass

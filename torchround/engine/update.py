@@ -18,11 +18,11 @@ from torch import Tensor
 from torchround.compiled_loops import RangeThreads
 from torchround.config import OptimizerTable
 from torchround.engine.board import LAYER_GATE, Board, Value
-from torchround.engine.device import Mark, use_threads_here
+from torchround.engine.device import Mark, Span, use_threads_here
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange import StepExchange
 from torchround.engine.passes import Pass
-from torchround.engine.reports import Span, UpdateReport
+from torchround.engine.reports import UpdateReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool

@@ -69,10 +69,8 @@ class CardRates:
     def layer_seconds(self, work: LayerWork, gradient_bytes: float) -> tuple[float, float]:
         """Estimate the seconds of forward and backward, without recomputation. A frozen weight needs no gradient."""
         moved = work.activation_bytes + work.unkept_bytes
-        forward_s = sum(self.product_s(part.flops, part.kind) for part in work.products)
-        backward_s = sum(
-            self.product_s(2 * part.flops - part.frozen_flops, part.kind) for part in work.products
-        )
+        forward_s = sum(self.product_s(p.flops, p.kind) for p in work.products)
+        backward_s = sum(self.product_s(2 * p.flops - p.frozen_flops, p.kind) for p in work.products)
         # An embedding moves few bytes, and the head's share contains its own.
         moves = any(part.flops and part.kind != "head" for part in work.products)
         passes = self.rates.passes if moves else 0.0
@@ -82,13 +80,17 @@ class CardRates:
         return forward_s, backward_s
 
     def unpacking(self, layer: LayerCost, unpacked_bytes: int, scratch_bytes: int) -> LayerCost:
-        """Add the packed weights of a layer: a pass over them before its forward and before its backward."""
+        """Add the packed weights of a layer: at most a pass over them before each forward, recomputation and backward.
+
+        A bound: what ran last stays unpacked, so that a stage of one layer unpacks it once for all its micro-batches.
+        """
         if not unpacked_bytes:
             return layer
         unpack_s = (layer.weight_bytes + unpacked_bytes) / self.device.memory_bytes_per_s(self.flops_per_s)
-        timed = layer.timed(layer.forward_s + unpack_s, layer.backward_s)
+        # Not by `timed`: what a layer keeps saves nothing of it.
+        layer = replace(layer, forward_s=layer.forward_s + unpack_s, backward_s=layer.backward_s + unpack_s)
         workspace_bytes = max(layer.workspace_bytes, scratch_bytes)
-        return replace(timed, unpacked_bytes=unpacked_bytes, workspace_bytes=workspace_bytes)
+        return replace(layer, unpacked_bytes=unpacked_bytes, workspace_bytes=workspace_bytes)
 
 
 def costs_from_work(
@@ -122,8 +124,7 @@ def costs_from_work(
                 workspace_bytes=work.workspace_bytes,
                 optimizer_s=moved_bytes / card.rates.update_bytes_per_s,
                 keepable=tuple(
-                    KeptCost(part.name, part.nbytes, card.product_s(part.flops, part.kind))
-                    for part in work.keepable
+                    KeptCost(p.name, p.nbytes, card.product_s(p.flops, p.kind)) for p in work.keepable
                 ),
                 keeps_whole=work.keeps_whole,
             )

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from torchround.engine.board import LAYER_GATE, Board, Queue, Value
 from torchround.engine.buffer_reservation import PassShape, ValueSizes
-from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.device import Device, Mark, Span, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.passes import DeviceJob, StageJob
-from torchround.engine.reports import Span, StageReport
+from torchround.engine.reports import StageReport
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore

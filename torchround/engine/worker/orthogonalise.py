@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from torchround.engine.board import Board
-from torchround.engine.device import Device, Mark, Stream
-from torchround.engine.reports import Span
+from torchround.engine.device import Device, Mark, Span, Stream
 from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access
