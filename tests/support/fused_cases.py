@@ -111,6 +111,27 @@ def case_rows_times_matrices_in_any_strides():
                 assert_rounded(found, exact, inputs, 25.0 * inputs)
 
 
+def case_rows_times_packed_matrices_have_the_bits_of_their_numbers():
+    # Numbers of all sizes, down to those that the formats hold as denormal ones.
+    sizes = 10.0 ** random(3, 64, 1, seed=1).mul(8).clamp(-30, 30)
+    for name, dtype in product(FORMATS, (BF16, F32)):
+        for packed in (FORMATS[name], replace(FORMATS[name], inner=128)):
+            numbers = (random(3, 64, 128) * sizes).view(3, *((128, 64) if packed.inner > 1 else (64, 128)))
+            if packed.inner > 1:
+                numbers = numbers.view(3, 64, 128).tile(1, 4, 1)
+            stack = numbers if numbers.shape[-1] == 128 else numbers
+            memory = torch.empty(packed.nbytes(stack.numel()), dtype=torch.uint8)
+            packed.pack(stack.reshape(-1).to(dtype), memory)
+            weights = torch.empty(stack.shape, dtype=dtype)
+            packed.unpack(memory, weights.view(-1))
+            ends = torch.tensor([20, 20, 37], dtype=torch.int32)
+            form = PackedStack(packed, tuple(stack.shape[1:]))
+            for inputs_first, view in ((True, weights), (False, weights.transpose(1, 2))):
+                rows = random(37, view.shape[1], dtype=dtype)
+                found = packed_product(rows, memory, form, RowGroups(ends), inputs_first)
+                assert torch.equal(found, torch.ops.torchround.grouped_rows(rows, view, ends)), (name, inputs_first)
+
+
 def case_a_gradient_is_added_in_the_dtype_of_its_sum():
     for ends, inputs, outputs, dtype in GROUPS:
         rows, grad = random(ends[-1], inputs, dtype=dtype), random(ends[-1], outputs, dtype=dtype, seed=1)
