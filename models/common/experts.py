@@ -108,7 +108,8 @@ class ExpertStack(Adaptable, ABC):
         return (num_experts * lora.rank, inputs), (outputs, lora.rank * num_experts)
 
     def _num_experts(self) -> int:
-        return len(getattr(self, self.adaptable[0]))
+        stack = getattr(self, self.adaptable[0])
+        return dict(self.packed)[self.adaptable[0]].shape[0] if stack.dtype == torch.uint8 else len(stack)
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
@@ -129,9 +130,9 @@ class ExpertStack(Adaptable, ABC):
         return stack_product(rows, stack, self.matrix, routes)
 
     def stays_packed(self, name: str, packed: PackedFormat) -> bool:
-        shape = tuple(getattr(self, name).shape[1:])
-        if name not in self.adaptable or math.prod(shape) % UNIT:
+        if name not in self.adaptable or getattr(self, name)[0].numel() % UNIT:
             return False
+        shape = tuple(getattr(self, name).shape)
         self.packed = tuple((dict(self.packed) | {name: PackedStack(packed, shape)}).items())
         return True
 

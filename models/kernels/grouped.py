@@ -41,10 +41,10 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class PackedStack:
-    """The form of a packed stack: its format, and the shape of a matrix as it is stored."""
+    """The form of a packed stack: its format, and its shape, with the matrices as they are stored."""
 
     format: PackedFormat
-    shape: tuple[int, int]
+    shape: tuple[int, int, int]
 
 
 def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor], groups: RowGroups) -> Tensor:
@@ -187,7 +187,7 @@ def packed_product(
 
     `packed` has the stack's bytes. Its matrices are frozen, and are unpacked again in the backward.
     """
-    numbers = rows.new_empty(()).expand(stack.shape)
+    numbers = rows.new_empty(()).expand(stack.shape[1:])
     matrix = numbers if inputs_first else numbers.T
     form = stack.format
     return _packed_product(rows, matrix, packed, groups.ends, form.name, form.inner, not inputs_first)

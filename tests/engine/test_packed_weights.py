@@ -16,12 +16,17 @@ def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), targets=("q_p
     return replace(row, build=lambda: packed_decoder(name, family, targets, **dict(sizes)))
 
 
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+MIXED = {"family": ("qwen3", "debug_moe"), "sizes": {"moe": MoEShape(3, 2, 128)}}
 ROWS = {
     "nf4": row_of("nf4", 1, 1, "each"),
     "fp8, one stage": row_of("fp8", 2, 1, "one", "async"),
     "mxfp4, resumed": row_of("mxfp4", 3, 1, "forward", stopped=True, evaluates=True, rounds=2),
     "nf4, machines": row_of("nf4", 2, 2, "backward", recompute="layer"),
-    "fp8, experts": row_of("fp8", 2, 1, "forward", family=("qwen3", "debug_moe"), sizes={"moe": MoEShape(3, 2, 128)}),
+    "fp8, experts": row_of("fp8", 2, 1, "forward", **MIXED),
+    "mxfp4, adapted experts": row_of(
+        "mxfp4", 2, 1, "each", family=("gpt_oss", "debug"), sizes={"moe": MoEShape(4, 2, 128)}, targets=EXPERTS, kept="all"
+    ),
     "nf4, kept, bounded": row_of("nf4", 8, 1, "each", "bounded", clip="layer", kept="all", link="early"),
 }
 
@@ -36,9 +41,10 @@ def test_training_has_the_bits_of_a_reference_on_unpacked_weights(name):
 
 
 @pytest.mark.compiles
-def test_compiled_layers_have_the_bits_of_compiled_layers_on_unpacked_weights(monkeypatch):
+@pytest.mark.parametrize("changes", [{}, MIXED], ids=["dense", "experts"])
+def test_compiled_layers_have_the_bits_of_compiled_layers_on_unpacked_weights(changes, monkeypatch):
     monkeypatch.setattr(engine_rows, "LayerCompiler", lambda model, _: LayerCompiler(model))
-    row = replace(row_of("nf4", 2, 1, "forward"), compiled="layers")
+    row = replace(row_of("nf4", 2, 1, "forward", **changes), compiled="layers")
     store = row.store(row.model())
     write_base(store)
     values = {name: weight.clone() for name, weight in store.weights().items()}

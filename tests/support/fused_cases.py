@@ -124,7 +124,7 @@ def case_packed_matrices_have_the_bits_of_their_numbers():
         memory = torch.empty(packed.nbytes(weights.numel()), dtype=torch.uint8)
         packed.pack(weights.view(-1), memory)
         packed.unpack(memory, weights.view(-1))
-        stack, rows = PackedStack(packed, (128, 128)), random(37, 128, dtype=dtype)
+        stack, rows = PackedStack(packed, (3, 128, 128)), random(37, 128, dtype=dtype)
         for inputs_first, view in ((True, weights), (False, weights.transpose(1, 2))):
             found = packed_product(rows, memory, stack, RowGroups(ends), inputs_first)
             expected = torch.ops.torchround.grouped_rows(rows, view, ends)

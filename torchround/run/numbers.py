@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from torchround.accelerators import kind_of
+from torchround.accelerators import has_triton, kind_of
 from torchround.config import AdamWTable, EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
@@ -204,10 +204,12 @@ def _counted_costs(
     compiles: bool,
 ) -> Callable[[int, int, int], Costs]:
     numels, dtype = layer_numels(bundles, len(model.layers)), numbers.training.dtype
-    unpacked = [0] * len(model.layers)
+    every, early, scratch = ([0] * len(model.layers) for _ in range(3))
     for packed in bundles:
         for index in packed.layers:
-            unpacked[index] += packed.unpacked_numel * numbers.dtype.itemsize
+            every[index] += packed.unpacked_numel * numbers.dtype.itemsize
+            early[index] += packed.early_numel * numbers.dtype.itemsize
+            scratch[index] = max(scratch[index], _unpacking_bytes(packed, numbers.dtype, hardware.kind))
     moving = numbers.engine.update, numbers.dtype.itemsize, numbers.dtype.itemsize
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
@@ -229,12 +231,14 @@ def _counted_costs(
         )
         layers = tuple(
             with_job(
-                card.unpacking(layer, nbytes, unpacking_bytes(nbytes // element_bytes, hardware.kind)),
+                replace(card.unpacking(layer, nbytes, scratch_bytes), unpacked_bytes=early_bytes),
                 shapes,
                 device,
                 dtype,
             )
-            for layer, shapes, nbytes in zip(costs.layers, matrices, unpacked, strict=True)
+            for layer, shapes, nbytes, early_bytes, scratch_bytes in zip(
+                costs.layers, matrices, every, early, scratch, strict=True
+            )
         )
         launch_s = 0.0 if hardware.kind == "cpu" else launch_seconds([work.products for work in works])
         return replace(
@@ -242,6 +246,15 @@ def _counted_costs(
         )
 
     return cache(costs_for)  # a report asks for the same lengths many times
+
+
+def _unpacking_bytes(bundle: Bundle, dtype: torch.dtype, kind: str) -> int:
+    """Count what a device needs to unpack a bundle, besides the numbers of those that it unpacks before a layer runs."""
+    if bundle.early_numel or bundle.packed is None:
+        return unpacking_bytes(bundle.early_numel, kind)
+    # Triton's products unpack by the tile.
+    numel = 0 if has_triton(kind) else bundle.parameters[0].shape[1:].numel()
+    return numel * dtype.itemsize + unpacking_bytes(numel, kind)
 
 
 def layer_works(
