@@ -31,6 +31,7 @@ PRODUCTS: Mapping[str, int] = MappingProxyType(
         "aten::_grouped_mm": 0,
         "torchround::grouped_rows": 0,
         "torchround::grouped_product": 0,
+        "torchround::packed_product": 0,
     }
 )
 # An order of dimensions in memory, which is its own inverse; None is the usual one.

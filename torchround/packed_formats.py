@@ -16,7 +16,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class PackedFormat:
     """A way to pack numbers: `code_bits` for each, and one scale for each `group` of numbers.
 
     The numbers of a group are `inner` places apart: 1, or the columns of matrices whose columns are cut into groups.
+    A stack of matrices is packed `by_matrix` if its products unpack one matrix at a time, and not the layer before it runs.
     """
 
     name: str
@@ -66,6 +67,7 @@ class PackedFormat:
     code_bits: int
     scale_dtype: torch.dtype
     inner: int = 1
+    by_matrix: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return self.name if self.inner == 1 else f"{self.name}-{self.inner}"

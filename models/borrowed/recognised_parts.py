@@ -30,6 +30,7 @@ from torchround.models.common.experts import ExpertStack, combine, dispatch, mak
 from torchround.models.common.packed_attention import Documents
 from torchround.models.common.primitives import gated_product
 from torchround.models.kernels.projections import Projection
+from torchround.packed_formats import PackedFormat
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +115,15 @@ class BorrowedExperts(ExpertStack):
     """
 
     own_forward: Any
+    config: Any
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         return (run_experts if self.adapted else type(self).own_forward)(self, hidden, chosen, weights)
+
+    def stays_packed(self, name: str, packed: PackedFormat) -> bool:
+        # The code of `transformers` reads whole stacks.
+        is_ours = bool(self.adapted) or self.config._experts_implementation == NAME
+        return is_ours and super().stays_packed(name, packed)
 
 
 def let_adapt(model: nn.Module) -> None:

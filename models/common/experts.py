@@ -23,7 +23,8 @@ from torchround.keeping import joined, keep, passing
 from torchround.layer import KeptWork, LayerWork, Products
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_part_
-from torchround.models.kernels.grouped import RowGroups, stack_product
+from torchround.models.kernels.grouped import PackedStack, RowGroups, packed_product, stack_product
+from torchround.packed_formats import UNIT, PackedFormat
 
 # Of values, places and k: the values in another order.
 Move = Callable[[Tensor, Tensor, int], Tensor]
@@ -78,6 +79,8 @@ class ExpertStack(Adaptable, ABC):
     """
 
     ffn_size: int
+    # The stacks that are packed wherever the parameter has bytes. A tuple as `shapes`.
+    packed: tuple[tuple[str, PackedStack], ...] = ()
 
     @abstractmethod
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
@@ -104,19 +107,33 @@ class ExpertStack(Adaptable, ABC):
         return (num_experts * lora.rank, inputs), (outputs, lora.rank * num_experts)
 
     def _num_experts(self) -> int:
-        return len(getattr(self, self.adaptable[0]))
+        stack = getattr(self, self.adaptable[0])
+        return dict(self.packed)[self.adaptable[0]].shape[0] if stack.dtype == torch.uint8 else len(stack)
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
         if self.lora is None or name not in self.adapted:
-            return stack_product(rows, getattr(self, name), self.matrix, routes)
-        plain = passing(stack_product, rows, getattr(self, name), self.matrix, routes)
+            return self._base_product(name, rows, routes)
+        plain = passing(self._base_product, name, rows, routes)
         a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
         # Each of the module's adapters draws another mask, counted from 1.
         dropped = self.drop(rows, use=1 + list(self.adapted).index(name))
         low = stack_product(dropped, a, self.inward, routes)  # [R, r]
         adapted = passing(stack_product, low, b, self.outward, routes)
         return joined(torch.add, plain, adapted * self.adapted[name].scale)
+
+    def _base_product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
+        stack = getattr(self, name)
+        if stack.dtype == torch.uint8:
+            return packed_product(rows, stack, dict(self.packed)[name], routes, self.inputs_first)
+        return stack_product(rows, stack, self.matrix, routes)
+
+    def stays_packed(self, name: str, packed: PackedFormat) -> bool:
+        if name not in self.adaptable or getattr(self, name)[0].numel() % UNIT:
+            return False
+        shape = tuple(getattr(self, name).shape)
+        self.packed = tuple((dict(self.packed) | {name: PackedStack(packed, shape)}).items())
+        return True
 
     def work(self, num_rows: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.

@@ -123,6 +123,10 @@ class Adaptable(nn.Module):
                 elif name.endswith(("lora_b", "lora_magnitude")):
                     parameter.zero_()
 
+    def stays_packed(self, name: str, packed: PackedFormat) -> bool:
+        """Decide whether the products of the stack `name` unpack it themselves, and if so prepare them for the format."""
+        return False
+
     def drop(self, x: Tensor, use: int = 0) -> Tensor:
         """Zero a share `dropout` of the elements of `x` and scale the others up."""
         if self.seed is None or self.lora is None or not self.lora.dropout:
@@ -326,7 +330,11 @@ def pack_base(model: LayeredModel, formats: PackedFormat | Mapping[str, PackedFo
             if found.name == "mxfp4" and getattr(layer.get_submodule(owner), "inputs_first", False):
                 found = replace(found, inner=parameter.shape[-1])  # groups of inputs, as GPT-OSS is released
             if found.fits(parameter.shape) and not _is_router(layer, owner):
-                packed[name] = found
+                module = layer.get_submodule(owner)
+                is_stack = isinstance(module, Adaptable) and module.stays_packed(
+                    path.rpartition(".")[2], found
+                )
+                packed[name] = replace(found, by_matrix=True) if is_stack else found
     return replace(model, packed=packed)
 
 

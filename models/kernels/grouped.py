@@ -5,11 +5,14 @@ device. The two operations here read the offsets on the device. The second one a
 the gradient's dtype, and leaves experts without rows alone. A kind that has no kernel loops over experts with the offsets
 on the host. They are brought there once for all products of a block.
 
+Stacks of frozen matrices may be packed (`torchround/packed_formats.py`). Their products unpack the matrices of those experts
+that have rows, and never a whole stack: in Triton's kernel tile by tile, and elsewhere one matrix at a time.
+
 Shapes: R rows sorted by expert, E experts, A inputs, Z outputs. `ends [E]` int32 is one past each expert's last row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -21,6 +24,7 @@ from torch.nn import functional as F
 from torchround.accelerators import device_kind, has_grouped_products
 from torchround.keeping import joined, passing
 from torchround.models.kernels.operation import operation, uses_triton
+from torchround.packed_formats import FORMATS, PackedFormat
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,14 @@ class RowGroups:
     def bounds(self) -> list[int]:
         """The number of rows before each expert and behind the last one. The first use waits for an accelerator."""
         return [0, *self.ends.tolist()]
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """The form of a packed stack: its format, and its shape, with the matrices as they are stored."""
+
+    format: PackedFormat
+    shape: tuple[int, int, int]
 
 
 def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor], groups: RowGroups) -> Tensor:
@@ -166,3 +178,57 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     grad, (wants_rows, wants_weights, _) = grad.contiguous(), ctx.needs_input_grad
     grad_rows = _opaque_product(grad, weights.transpose(1, 2), ends) if wants_rows else None
     return grad_rows, _opaque_gradient(rows, grad, weights, ends) if wants_weights else None, None
+
+
+def packed_product(
+    rows: Tensor, packed: Tensor, stack: PackedStack, groups: RowGroups, inputs_first: bool
+) -> Tensor:
+    """Multiply each expert's rows with its matrix of a packed stack, `[R, A] x [E, A, Z] -> [R, Z]`, as `stack_product` does.
+
+    `packed` has the stack's bytes. Its matrices are frozen, and are unpacked again in the backward.
+    """
+    numbers = rows.new_empty(()).expand(stack.shape[1:])
+    matrix = numbers if inputs_first else numbers.T
+    form = stack.format
+    return _packed_product(rows, matrix, packed, groups.ends, form.name, form.inner, not inputs_first)
+
+
+# `matrix [A, Z]` has the size of each matrix, and no numbers. The bytes hold the matrices, or their transposes.
+@torch.library.custom_op("torchround::packed_product", mutates_args=())
+def _packed_product(
+    rows: Tensor, matrix: Tensor, packed: Tensor, ends: Tensor, name: str, inner: int, is_transposed: bool
+) -> Tensor:
+    place = replace(FORMATS[name], inner=inner).place(packed, matrix.numel() * len(ends))
+    if uses_triton(rows):
+        from torchround.models.kernels import grouped_triton
+
+        return grouped_triton.launch_packed(rows, place, matrix.shape, ends, is_transposed)
+    numbers = torch.empty(
+        matrix.T.shape if is_transposed else matrix.shape, dtype=rows.dtype, device=rows.device
+    )
+    products = []
+    for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
+        if start < stop:
+            place.part(expert * matrix.numel(), matrix.numel()).read(numbers.view(-1))
+            products.append(rows[start:stop] @ (numbers.T if is_transposed else numbers))
+    return torch.cat(products) if products else rows.new_empty((0, matrix.shape[1]))
+
+
+@_packed_product.register_fake
+def _packed_shape(rows: Tensor, matrix: Tensor, *_: object) -> Tensor:
+    return rows.new_empty((rows.shape[0], matrix.shape[1]))
+
+
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.facts = inputs[4:]
+
+
+@partial(_packed_product.register_autograd, setup_context=_save_packed)
+def _differentiate_packed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    matrix, packed, ends = ctx.saved_tensors
+    name, inner, is_transposed = ctx.facts
+    wanted = ctx.needs_input_grad[0]
+    grad = grad.contiguous()
+    found = _packed_product(grad, matrix.T, packed, ends, name, inner, not is_transposed) if wanted else None
+    return found, None, None, None, None, None, None

@@ -9,10 +9,14 @@ The kernels have been run in Triton's interpreter, not on a card.
 Shapes: R rows sorted by expert, E experts, A inputs, Z outputs.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from torchround.packed_formats import NF4_LEVELS, PackedFormat, PackedPlace
 
 MOST_ROWS = 128  # of a tile; an expert's last tile is partly empty
 MOST_COLUMNS = 128
@@ -22,7 +26,28 @@ WARPS, STAGES = 8, 3
 
 
 def launch_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    num_experts, inputs, outputs = weights.shape
+    return _launch(rows, weights, weights, weights.shape, weights.stride(), ends)
+
+
+def launch_packed(
+    rows: Tensor, place: PackedPlace, matrix: torch.Size, ends: Tensor, is_transposed: bool
+) -> Tensor:
+    """Multiply with packed matrices, each of the size of `matrix [A, Z]`; they are stored so, or as their transposes."""
+    strides = (matrix.numel(), 1, matrix[0]) if is_transposed else (matrix.numel(), matrix[1], 1)
+    shape = (len(ends), *matrix)
+    return _launch(rows, place.codes, place.scales, shape, strides, ends, place.format)
+
+
+def _launch(
+    rows: Tensor,
+    weights: Tensor,
+    scales: Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    ends: Tensor,
+    packed: PackedFormat | None = None,
+) -> Tensor:
+    num_experts, inputs, outputs = shape
     found = rows.new_empty((len(rows), outputs))
     if found.numel() == 0:
         return found  # a grid without programs is refused
@@ -30,8 +55,12 @@ def launch_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     # Each expert has at most one partly empty tile.
     tiles = len(rows) // height + min(num_experts, len(rows))
     _rows[(triton.cdiv(outputs, width), tiles)](
-        *(rows, weights, ends, found, num_experts, inputs, outputs),
-        *(*rows.stride(), *weights.stride()),
+        *(rows, weights, scales, ends, found, num_experts, inputs, outputs),
+        *(*rows.stride(), *strides),
+        FORMAT="" if packed is None else packed.name,
+        GROUP=1 if packed is None else packed.group,
+        INNER=1 if packed is None else packed.inner,
+        LEVELS=NF4_LEVELS,
         EXPERTS=max(LEAST, triton.next_power_of_2(num_experts)),
         HEIGHT=height,
         WIDTH=width,
@@ -75,6 +104,7 @@ def _precision(rows: Tensor) -> str:
 def _rows(
     rows: tl.tensor,
     weights: tl.tensor,
+    scales: tl.tensor,
     ends: tl.tensor,
     found: tl.tensor,
     num_experts: tl.tensor,
@@ -85,6 +115,10 @@ def _rows(
     expert_stride: tl.tensor,
     input_stride: tl.tensor,
     output_stride: tl.tensor,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    INNER: tl.constexpr,
+    LEVELS: tl.constexpr,
     EXPERTS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -108,7 +142,7 @@ def _rows(
         step = tl.arange(0, DEPTH)
         # 64 bits: a stack of 128 experts may have more than 2^31 elements.
         row_place = row.to(tl.int64)[:, None] * row_stride
-        matrix = weights + expert.to(tl.int64) * expert_stride
+        matrix = expert.to(tl.int64) * expert_stride
         sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
         for done in range(0, inputs, DEPTH):
             depth = done + step
@@ -117,15 +151,55 @@ def _rows(
                 mask=(row < stop)[:, None] & (depth < inputs)[None, :],
                 other=0.0,
             )
-            w = tl.load(
-                matrix + depth[:, None] * input_stride + column[None, :] * output_stride,
-                mask=(depth < inputs)[:, None] & (column < outputs)[None, :],
-                other=0.0,
-            )
+            number = matrix + depth[:, None] * input_stride + column[None, :] * output_stride
+            inside = (depth < inputs)[:, None] & (column < outputs)[None, :]
+            if FORMAT == "":
+                w = tl.load(weights + number, mask=inside, other=0.0)
+            else:
+                w = _unpacked(weights, scales, number, inside, FORMAT, GROUP, INNER, LEVELS).to(x.dtype)
             sums = tl.dot(x, w, sums, input_precision=PRECISION)
         place = row.to(tl.int64)[:, None] * outputs + column[None, :]
         inside = (row < stop)[:, None] & (column < outputs)[None, :]
         tl.store(found + place, sums.to(found.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unpacked(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    number: tl.tensor,
+    inside: tl.tensor,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    INNER: tl.constexpr,
+    LEVELS: tl.constexpr,
+) -> tl.tensor:
+    """Unpack some numbers in fp32, with the bits of `unpack_numbers`; 0 outside."""
+    scale = tl.load(scales + number // (GROUP * INNER) * INNER + number % INNER, mask=inside, other=0)
+    if FORMAT == "fp8":
+        code = tl.load(codes + number, mask=inside, other=0).to(tl.int32)
+        exponent, fraction = (code >> 3) & 15, code & 7
+        # A number below the normal ones is a multiple of 2^-9. The others get fp32's exponent, whose bias is 120 more.
+        normal = (((code & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(exponent == 0, fraction.to(tl.float32) * 0.001953125, normal)
+        value = tl.where(code > 127, -value, value)
+    elif FORMAT == "nf4":
+        pair = tl.load(codes + number // 2, mask=inside, other=0).to(tl.int32)
+        code = tl.where(number % 2 == 0, pair >> 4, pair & 15)
+        value = tl.zeros(number.shape, tl.float32)
+        for level in tl.static_range(16):
+            value = tl.where(code == level, LEVELS[level], value)
+    else:
+        pair = tl.load(codes + number // 2, mask=inside, other=0).to(tl.int32)
+        code = tl.where(number % 2 == 0, pair & 15, pair >> 4)
+        exponent, fraction = (code >> 1) & 3, code & 1
+        halves = tl.where(exponent == 0, fraction, (2 + fraction) << tl.maximum(exponent - 1, 0))
+        value = halves.to(tl.float32) * 0.5
+        value = tl.where(code > 7, -value, value)
+        # The smallest scale, 2^-127, is below fp32's normal numbers.
+        bits = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    return tl.where(inside, value * scale, 0.0)
 
 
 @triton.jit

@@ -16,12 +16,24 @@ def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), targets=("q_p
     return replace(row, build=lambda: packed_decoder(name, family, targets, **dict(sizes)))
 
 
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+MIXED = {"family": ("qwen3", "debug_moe"), "sizes": {"moe": MoEShape(3, 2, 128)}}
 ROWS = {
     "nf4": row_of("nf4", 1, 1, "each"),
     "fp8, one stage": row_of("fp8", 2, 1, "one", "async"),
     "mxfp4, resumed": row_of("mxfp4", 3, 1, "forward", stopped=True, evaluates=True, rounds=2),
     "nf4, machines": row_of("nf4", 2, 2, "backward", recompute="layer"),
-    "fp8, experts": row_of("fp8", 2, 1, "forward", family=("qwen3", "debug_moe"), sizes={"moe": MoEShape(3, 2, 128)}),
+    "fp8, experts": row_of("fp8", 2, 1, "forward", **MIXED),
+    "mxfp4, adapted experts": row_of(
+        "mxfp4",
+        2,
+        1,
+        "each",
+        family=("gpt_oss", "debug"),
+        sizes={"moe": MoEShape(4, 2, 128)},
+        targets=EXPERTS,
+        kept="all",
+    ),
     "nf4, kept, bounded": row_of("nf4", 8, 1, "each", "bounded", clip="layer", kept="all", link="early"),
 }
 
@@ -50,6 +62,14 @@ def test_compiled_layers_have_the_bits_of_compiled_layers_on_unpacked_weights(mo
     expected.state = {name: value for name, value in expected.state.items() if name in found.state}
     expected.device_weights = found.device_weights = []
     assert_same(found, expected)
+
+
+@pytest.mark.compiles
+def test_compiled_experts_have_the_same_bits_on_any_number_of_devices(monkeypatch):
+    # Products that unpack are other code than products of numbers, around which a compiler fuses in other ways.
+    monkeypatch.setattr(engine_rows, "LayerCompiler", lambda model, _: LayerCompiler(model))
+    one, two = (replace(row_of("nf4", n, 1, "forward", **MIXED), compiled="layers") for n in (1, 2))
+    assert_same(two.run_all(), one.run_all())
 
 
 # By format: a family, its sizes and the share of the 16-bit base that is left of it.

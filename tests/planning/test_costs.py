@@ -15,7 +15,6 @@ from torchround.planning.rates import RATES, CardRates, Rates, costs_from_work
 from torchround.planning.update_costs import newton_schulz_flops
 from torchround.run.numbers import with_job
 
-
 KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0), KeptCost("down", 20, 2.0)))
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.nightly
 MLA = '["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]'
 RELEASE = ("--model.family=auto", "--model.flavor=none", "--model.hf_path=release", f"--lora.targets={MLA}")
 ONE_CARD = ("--machines.num_cards=1", "--machines.host_memory_gib=512")
+SMALL_STEPS = ("--machines.card=rtx4090", "--training.micro_batch_size=2")
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,8 @@ class Planned:
 ROWS = {
     "235B in nf4 on eight cards": Planned("qwen3_235b_lora_nf4", (), (123, 127), 190, (2000, 3500)),
     "120B in mxfp4 on one card": Planned("gpt_oss_120b_lora", (), (58, 61), 91.2, (1000, 2000)),
-    # A block's experts are 21.4 GiB in bf16, which a card of 24 GiB cannot hold beside two packed blocks.
-    "671B in nf4 on a card of 48 GiB": Planned(
-        *("qwen3_235b_lora_nf4", (*RELEASE, *ONE_CARD, "--machines.card=rtx6000ada"), (350, 358), 486.4, (200, 500))
+    "671B in nf4 on one card": Planned(  # in 16 bits a block takes 21 GiB
+        *("qwen3_235b_lora_nf4", (*RELEASE, *ONE_CARD, *SMALL_STEPS), (350, 358), 486.4, (100, 300))
     ),
 }
 
@@ -61,8 +61,3 @@ def test_a_packed_base_fits_where_one_in_16_bits_does_not(name, question_of):
     assert row.tokens_per_s[0] < answer.tokens_per_s < row.tokens_per_s[1]
     plain = question_of(row.config, *row.overrides, "--lora.base=bf16", "--lora.base_cache=none")
     assert plain.state().state_bytes > plain.host_bytes
-
-
-def test_experts_that_unpack_to_more_than_the_card_are_named(question_of):
-    answer = report_plan(question_of("qwen3_235b_lora_nf4", *RELEASE, *ONE_CARD, "--machines.card=rtx4090"))
-    assert answer.plan is None and "unpacked weights of a layer 21.4" in answer.problem

@@ -6,10 +6,12 @@ a card, not the card. It works in a process of its own, because a process has on
 
 import importlib
 import json
+from dataclasses import replace
 
 import torch
 
 from tests.support.processes import run_program
+from torchround.packed_formats import FORMATS, PackedPlace
 
 MODULES = ("grouped", "sink_scores", "softmax_loss")
 MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid
@@ -89,6 +91,10 @@ def launch_all(grouped, sinks, losses, dtype):
     stack, rows = make(experts, inner, width), 8 * tokens
     grouped.launch_rows(make(rows, width), stack.transpose(1, 2), ends)
     grouped.launch_rows(make(rows, inner), stack, ends)
+    for packed in (*FORMATS.values(), replace(FORMATS["mxfp4"], inner=width)):
+        place = PackedPlace(packed, make(1, kind=torch.uint8), make(1, kind=packed.scale_dtype))
+        for is_transposed in (False, True):
+            grouped.launch_packed(make(rows, width), place, torch.Size((width, inner)), ends, is_transposed)
     for kind in (torch.float32, dtype):
         total = make(experts, inner, width, kind=kind).transpose(1, 2)
         grouped.launch_gradient(make(rows, width), make(rows, inner), ends, total)

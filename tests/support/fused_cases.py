@@ -4,7 +4,8 @@ They run in Triton's interpreter, those of the loss also by its plain code. Size
 single rows, more than a tile or a program takes, and none at all.
 """
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from unittest import mock
 
 import torch
@@ -18,6 +19,8 @@ from torchround.layer import IGNORED_LABEL
 from torchround.models.common.loss import softmax_loss_
 from torchround.models.common.sinks import join_sinks, sinks_gradient, tokens_each
 from torchround.models.kernels import operation
+from torchround.models.kernels.grouped import PackedStack, RowGroups, packed_product
+from torchround.packed_formats import FORMATS
 
 F32, F16, BF16 = UNITS
 FACTOR = 0.37
@@ -109,6 +112,23 @@ def case_rows_times_matrices_in_any_strides():
             if num_rows:
                 # Normal numbers: no product of two is above 25.
                 assert_rounded(found, exact, inputs, 25.0 * inputs)
+
+
+def case_packed_matrices_have_the_bits_of_their_numbers():
+    # Numbers of all sizes, down to denormal ones.
+    sizes = 10.0 ** random(3, 128, 1, seed=1)
+    ends = torch.tensor([20, 20, 37], dtype=torch.int32)
+    # The interpreter does not round to bfloat16, it cuts.
+    for name, inner, (dtype, power) in product(FORMATS, (1, 128), ((F16, 0.5), (F32, 8))):
+        packed, weights = replace(FORMATS[name], inner=inner), (random(3, 128, 128) * sizes**power).to(dtype)
+        memory = torch.empty(packed.nbytes(weights.numel()), dtype=torch.uint8)
+        packed.pack(weights.view(-1), memory)
+        packed.unpack(memory, weights.view(-1))
+        stack, rows = PackedStack(packed, (3, 128, 128)), random(37, 128, dtype=dtype)
+        for inputs_first, view in ((True, weights), (False, weights.transpose(1, 2))):
+            found = packed_product(rows, memory, stack, RowGroups(ends), inputs_first)
+            expected = torch.ops.torchround.grouped_rows(rows, view, ends)
+            assert torch.equal(found, expected), (name, inner, dtype, inputs_first)
 
 
 def case_a_gradient_is_added_in_the_dtype_of_its_sum():

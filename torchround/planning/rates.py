@@ -82,12 +82,11 @@ class CardRates:
     def unpacking(self, layer: LayerCost, unpacked_bytes: int, scratch_bytes: int) -> LayerCost:
         """Add the packed weights of a layer: at most a pass over them before each forward, recomputation and backward.
 
-        A bound: what ran last stays unpacked, so that a stage of one layer unpacks it once for all its micro-batches.
+        A bound: what ran last stays unpacked, so a stage of one layer unpacks it once. What a layer keeps saves no pass.
         """
         if not unpacked_bytes:
             return layer
         unpack_s = (layer.weight_bytes + unpacked_bytes) / self.device.memory_bytes_per_s(self.flops_per_s)
-        # Not by `timed`: what a layer keeps saves nothing of it.
         layer = replace(layer, forward_s=layer.forward_s + unpack_s, backward_s=layer.backward_s + unpack_s)
         workspace_bytes = max(layer.workspace_bytes, scratch_bytes)
         return replace(layer, unpacked_bytes=unpacked_bytes, workspace_bytes=workspace_bytes)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from torchround.accelerators import kind_of
+from torchround.accelerators import has_triton, kind_of
 from torchround.config import Config, EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
@@ -180,13 +180,15 @@ def _counted_costs(
 ) -> Callable[[int, int, int], Costs]:
     numels, dtype = layer_numels(bundles, len(model.layers)), config.training.dtype
     element_bytes = DTYPES[dtype].itemsize
-    unpacked = [0] * len(model.layers)
+    every, early, scratch = ([0] * len(model.layers) for _ in range(3))
     # By layer, the matrices that devices orthogonalise for its update.
     matrices: list[list[torch.Size]] = [[] for _ in model.layers]
     for bundle in bundles:
         matrices[bundle.layers[0]] += [parameter.shape for parameter in directed_parameters(bundle)]
         for index in bundle.layers:
-            unpacked[index] += bundle.unpacked_numel * element_bytes
+            every[index] += bundle.unpacked_numel * element_bytes
+            early[index] += bundle.early_numel * element_bytes
+            scratch[index] = max(scratch[index], _unpacking_bytes(bundle, element_bytes, hardware.kind))
     moving = config.engine.update, element_bytes, element_bytes
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
@@ -207,12 +209,14 @@ def _counted_costs(
         )
         layers = tuple(
             with_job(
-                card.unpacking(layer, nbytes, unpacking_bytes(nbytes // element_bytes, hardware.kind)),
+                replace(card.unpacking(layer, nbytes, scratch_bytes), unpacked_bytes=early_bytes),
                 shapes,
                 device,
                 dtype,
             )
-            for layer, shapes, nbytes in zip(costs.layers, matrices, unpacked, strict=True)
+            for layer, shapes, nbytes, early_bytes, scratch_bytes in zip(
+                costs.layers, matrices, every, early, scratch, strict=True
+            )
         )
         launch_s = 0.0 if hardware.kind == "cpu" else launch_seconds([work.products for work in works])
         return replace(
@@ -220,6 +224,15 @@ def _counted_costs(
         )
 
     return cache(costs_for)  # a report asks for the same lengths many times
+
+
+def _unpacking_bytes(bundle: Bundle, element_bytes: int, kind: str) -> int:
+    """Count what a device needs to unpack a bundle, besides the numbers of those that it unpacks before a layer runs."""
+    if bundle.early_numel or bundle.packed is None:
+        return unpacking_bytes(bundle.early_numel, kind)
+    # Triton's products unpack by the tile.
+    numel = 0 if has_triton(kind) else bundle.parameters[0].shape[1:].numel()
+    return numel * element_bytes + unpacking_bytes(numel, kind)
 
 
 def layer_works(

@@ -91,7 +91,7 @@ class PackedBase:
 
 
 def _name(bundle: Bundle) -> str:
-    return f"{bundle.name} {bundle.packed}"
+    return f"{bundle.parameters[0].name} {bundle.packed}"
 
 
 def _views(bundles: Sequence[Bundle]) -> dict[str, Tensor]:

@@ -178,10 +178,20 @@ class Bundle:
             chunk.copy_(join(upper_half, residual))
         return values
 
+    @property
+    def early_numel(self) -> int:
+        """The numbers that a device unpacks before a layer runs. Products unpack stacks that are packed by matrix."""
+        return 0 if self.packed is None or self.packed.by_matrix else self.unpacked_numel
+
     def place(self, packed: Tensor) -> PackedPlace:
         """Find the codes and scales in the bundle's packed elements, on the host or on a device."""
         assert self.packed is not None, f"{self.name} is not packed"
         return self.packed.place(packed.view(torch.uint8), self.unpacked_numel)
+
+    def packed_bytes(self, packed: Tensor) -> Tensor:
+        """View the bundle's packed elements as the bytes of its format, without padding."""
+        assert self.packed is not None, f"{self.name} is not packed"
+        return packed.view(torch.uint8)[: self.packed.nbytes(self.unpacked_numel)]
 
     def _place(self, parameter: FlatParameter) -> PackedPlace:
         return self.place(self.device_weights[0]).part(parameter.start, parameter.shape.numel())
@@ -287,15 +297,18 @@ def collect_bundles(
     """Group the model's parameters into bundles, in order of first use, with the locations of each layer's parameters.
 
     Parameters share a bundle if the same layers use them, and if they are alike in being trained, in being `mapped` and in
-    the format that they are packed in. `optimizer` says which rule updates each. Buffers are not allocated yet.
+    the format that they are packed in. A stack that is packed by matrix has a bundle of its own. `optimizer` says which rule
+    updates each. Buffers are not allocated yet.
     """
     uses, facts = _parameter_uses(model), parameter_facts(model)
-    groups: dict[tuple[tuple[int, ...], bool, bool, PackedFormat | None], list[ParameterFacts]] = {}
+    groups: dict[tuple[tuple[int, ...], bool, bool, PackedFormat | None, str], list[ParameterFacts]] = {}
     for name, parameter, layers in uses.values():
-        group = (tuple(layers), parameter.requires_grad, name in mapped, model.packed.get(name))
+        packed = model.packed.get(name)
+        alone = name if packed is not None and packed.by_matrix else ""
+        group = (tuple(layers), parameter.requires_grad, name in mapped, packed, alone)
         groups.setdefault(group, []).append(facts[name])
     bundles: list[Bundle] = []
-    for (users, trainable, _, packed), parameters in groups.items():
+    for (users, trainable, _, packed, _), parameters in groups.items():
         segments = _lay_out(parameters, optimizer)
         numbers = numel = segments[-1].stop
         if packed is not None:

@@ -397,9 +397,9 @@ class HostStore:
         return sum(bundle.numel for i in layers for bundle in self.layer_bundles(i)) * self.dtype.itemsize
 
     def unpacked_bytes(self) -> int:
-        """Compute the most that the packed weights of a layer take in the store's dtype."""
+        """Compute the most that the numbers of a layer take, in the store's dtype, that are unpacked before it runs."""
         layers = (self.layer_bundles(layer) for layer in range(len(self.layer_names)))
-        return max(sum(b.unpacked_numel for b in bundles) for bundles in layers) * self.dtype.itemsize
+        return max(sum(b.early_numel for b in bundles) for bundles in layers) * self.dtype.itemsize
 
     def num_parameters(self) -> int:
         return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)

@@ -38,15 +38,18 @@ def bind(
 
     With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
     accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream. Packed ones
-    are views of `unpacked`, which has to `hold` the layer whenever it runs.
+    are views of `unpacked`, which has to `hold` the layer whenever it runs; stacks packed by matrix are uint8 bytes.
     """
     ranges = {used.use: used for used in layout.weights}
     gradient_start = {used.use: used.start for used in layout.gradients}
     for layer in layout.layers:
         for location in store.locations[layer]:
             use, parameter = (layer, location.bundle), location.parameter
-            if ranges[use].bundle.packed is None:
-                value = parameter.view(weights.memory[ranges[use].start :])
+            bundle, start = ranges[use].bundle, ranges[use].start
+            if bundle.packed is None:
+                value = parameter.view(weights.memory[start:])
+            elif bundle.packed.by_matrix:
+                value = bundle.packed_bytes(weights.memory[start : start + bundle.numel])
             else:
                 # `.data` has a version counter of its own: autograd need not know that the memory is written in between.
                 value = parameter.view(unpacked.memory[ranges[use].unpacked_start :]).data

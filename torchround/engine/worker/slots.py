@@ -134,7 +134,7 @@ class UnpackedLayer:
     def compile(self, backend: str, bundles: "Sequence[Bundle]", memory: Tensor) -> None:
         """Compile the unpacking of each kind of bundle by running it on any bytes, which `memory` has."""
         compiled = torch.compile(unpack_numbers, backend=backend, fullgraph=True, dynamic=False)
-        kinds = {(str(b.packed), b.unpacked_numel): b for b in bundles if b.packed is not None}
+        kinds = {(str(b.packed), b.unpacked_numel): b for b in bundles if b.early_numel}
         try:
             for bundle in kinds.values():
                 self._unpack(SlotRange(0, bundle, 0), memory, compiled)
@@ -187,8 +187,8 @@ class StageLayout:
             for bundle in store.layer_bundles(layer):
                 self.weights.append(SlotRange(layer, bundle, self.weight_numel, unpacked_numel))
                 self.weight_numel += bundle.numel
-                unpacked_numel += bundle.unpacked_numel
-                if bundle.packed is not None:
+                unpacked_numel += bundle.early_numel
+                if bundle.early_numel:
                     self.packed[layer].append(self.weights[-1])
                 if bundle.trainable:
                     self.gradients.append(SlotRange(layer, bundle, self.gradient_numel))
