@@ -271,7 +271,7 @@ class Trainer:
                         if machines is not None:
                             # All machines have the error. They end their saves together, while all engines run.
                             self._report(leave=0)
-                            self._checkpoints.finish_saves()
+                            self._checkpoints.report_saves()
                         raise
             finally:
                 self._traces.finish()
@@ -279,7 +279,7 @@ class Trainer:
             raise  # saving failed, so saving again would too
         except Exception as error:
             # The saves first: they read the store that the rescue saves.
-            self._checkpoints.end_saves()
+            self._checkpoints.abandon_saves()
             # Then the steps up to the newest update, as far as figures exist.
             self._is_faulty = True
             try:
@@ -342,7 +342,7 @@ class Trainer:
         if may_validate and self.config.validation.interval_steps and self._under_way:
             self._validate(engine)
         self._report(leave=0)
-        self._checkpoints.finish_saves()
+        self._checkpoints.report_saves()
         bad = self._bad_steps.error  # a step that was reported just now may be one too many
         if is_over or bad is not None:
             self._log()

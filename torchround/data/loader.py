@@ -1,6 +1,6 @@
 """Batches of packed sequences for the training loop, from a position that can be saved and restored.
 
-The nodes are: read, tokenise, pack, shuffle (if asked for), batch, and prefetch (with workers). The sources are opened
+The nodes are: read, tokenise, pack, shuffle (`data.shuffle_sequences`), batch, and prefetch (with workers). The sources are opened
 first, and their first records read for mistakes that all of them share.
 """
 
@@ -222,7 +222,7 @@ class Loader(Iterator[MicroBatch]):
             "seed": self._mix.seed,
             "shuffle": self._data.shuffle,
             "tokenizer": f"{self._tokenizer.name} with {self._tokenizer.vocab_size} tokens",
-            "sources": self._fingerprints,
+            "sources": self._source_fingerprints,
             "weights": [table.weight for table in self._data.sources],
             "weight_by": "source",  # in positions since the first release
             "validation_fraction": self._data.validation_fraction,
@@ -245,7 +245,7 @@ class Loader(Iterator[MicroBatch]):
         return {f"data: {key}": str(value) for key, value in self._identity().items()}
 
     @cached_property
-    def _fingerprints(self) -> list[str]:
+    def _source_fingerprints(self) -> list[str]:
         return [source.fingerprint() for source in self._sources]
 
 

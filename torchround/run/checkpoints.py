@@ -131,7 +131,7 @@ class RunCheckpoints:
         """Fill store and loader from a checkpoint; False if there is none. Raises `RunError` and `CheckpointError`."""
         start_s = time.monotonic()
         views = store.loadable_views()
-        loaded = self._find(views)
+        loaded = self._load_into(views)
         if loaded is None:
             self.positions.append(RunPosition(0, 0, loader.state_dict()))
             return False
@@ -177,7 +177,7 @@ class RunCheckpoints:
         say(f"resuming after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return True
 
-    def _find(self, views: Mapping[str, Tensor]) -> Loaded | None:
+    def _load_into(self, views: Mapping[str, Tensor]) -> Loaded | None:
         """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
         Returns None if there is neither, or if `checkpoint.load` asks for the weights only. One warning names the settings
@@ -223,9 +223,9 @@ class RunCheckpoints:
         for position, pending in self._under_way:
             if position.step <= step:
                 pending.may_publish()
-        self.finish_saves(waits=False)
+        self.report_saves(waits=False)
 
-    def finish_saves(self, waits: bool = True) -> None:
+    def report_saves(self, waits: bool = True) -> None:
         """Report the saves that have ended, or wait for all, whose steps must be reported. After a failure training continues."""
         while self._under_way and (waits or self._under_way[0][1].ended):
             position, pending = self._under_way.popleft()
@@ -239,11 +239,11 @@ class RunCheckpoints:
 
     def save_now(self, engine: Engine) -> None:
         """Save the newest dispatched step, and wait. A full disk is tried again for a minute. Raises `CheckpointError`."""
-        self.finish_saves()
+        self.report_saves()
 
         def save() -> None:
             self.begin_save(engine)
-            # Not `finish_saves`: after the last save there is no next one, so a failure ends the run as a fault.
+            # Not `report_saves`: after the last save there is no next one, so a failure ends the run as a fault.
             position, pending = self._under_way.popleft()
             self._note_saved(position, pending.result())
 
@@ -252,7 +252,7 @@ class RunCheckpoints:
         if (position.step, position.validation) != (self.saved_step, self._saved_validation):
             save_with_patience(save)
 
-    def end_saves(self) -> None:
+    def abandon_saves(self) -> None:
         """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
         ended = [save for save in self._under_way if save[1].ended]
         self._under_way.clear()
