@@ -15,6 +15,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from torchround.checkpoint.folders import checkpoint_name
+
 ROOT = Path(__file__).parents[1]
 LAST = 20  # steps whose mean is the final loss
 ALL_LINEAR = '["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]'
@@ -47,7 +49,7 @@ def compare(
     train(folder, f"base-{seed}", **base, **{"checkpoint.export": "weights"})
     adapters |= {
         "model.flavor": "none",
-        "model.hf_path": folder / f"base-{seed}" / "export" / f"step-{steps[0]}",
+        "model.hf_path": folder / f"base-{seed}" / "export" / checkpoint_name(steps[0]),
     }
     adapters |= {"data.sources": '[{ path = "docs/*.md" }]', "lora.rank": 8, "lora.targets": ALL_LINEAR}
     adapters |= {"optimizer.lr": 3e-3, "run.seed": seed + 100, "training.dtype": "bfloat16"}

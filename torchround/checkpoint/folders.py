@@ -1,11 +1,11 @@
 """The folders of checkpoints: their names, which are complete, and how one appears or goes, also in a power cut.
 
-**This file alone spells the names of folders and files.** Everything else asks it, so other names need a change of the
-constants below and nothing more (docs/checkpoints.md, "Other names"; `tests/checkpoint/test_other_names.py`):
+**The package spells the names of folders and files here alone.** The rest of it asks, so other names need a change of the
+constants below; pages and commands that show a name are text (docs/checkpoints.md, "Other names"; `tests/checkpoint/test_other_names.py`):
 
     outputs/my-run/checkpoints/                RUN_SUBFOLDER
         step-120                               STEP_NAME: complete
-            tensors-00000.safetensors ..       TENSOR_FILE: the tensors, in the order given to `save`
+            tensors-00000.safetensors ..       TENSOR_FILE: the tensors, those of odd sizes last
             state.json                         STATE_FILE: everything that is not a tensor
             manifest.json                      MANIFEST_FILE: sizes and checksums of the files above, written last
         step-120.tmp                           UNFINISHED: being written, or left by a killed save

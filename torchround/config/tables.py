@@ -96,7 +96,7 @@ class ModelTable(Table):
     """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
-    """Family, a package of `models/` such as `llama3`, or `transformers`: its decoder in the folder `hf_path`. `auto`, the default
+    """Family, a module of `models/` such as `llama3`, or `transformers`: its decoder in the folder `hf_path`. `auto`, the default
     with `hf_path`: the first of all these that reads the folder. Required without `hf_path`."""
 
     module: Name | None = None
