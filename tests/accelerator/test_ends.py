@@ -62,6 +62,7 @@ def test_a_queue_that_stands_still_is_named_and_training_can_continue(simulator,
     engine = device_engine("simulated", toy_model(), store, PARTITION, 2, make=halted(stream), hang_timeout_s=TIMEOUT_S)
     with pytest.raises(HangError) as raised:
         train(engine, BATCHES)
+    store.close()  # as a run does, while the device may still copy
     lines = [line for line in raised.value.report if line.startswith(f"  its {stream.value} queue")]
     # The other worker has queues that wait for this one.
     assert "has not passed" in lines[0] and "simulated:0/0" in lines[0]
@@ -70,6 +71,7 @@ def test_a_queue_that_stands_still_is_named_and_training_can_continue(simulator,
         if thread.name.startswith(("torchround", "finish ")):
             thread.join(20)
     assert engine_threads() == [] and store.is_consistent
+    assert simulator.copies_from_unlocked_memory() == 0
     simulator.reset()
     with device_engine("simulated", toy_model(), store, PARTITION, 2) as engine:
         train(engine, BATCHES[store.step :])

@@ -426,6 +426,7 @@ class Engine:
             failure.store_is_consistent = False
             failure.add(f"some layers are updated: {MIXED}")
         if busy:  # memory that a device may still copy to must not be unmapped
+            self.store.is_in_use = True
             if failure is not None:
                 failure.add(f"still inside a computation, with its memory: {', '.join(sorted(busy))}")
             return

@@ -61,7 +61,8 @@ class HostStore:
 
     `dtype` is that of the device weights and of all computation, `mode` the number of their versions. `step` counts steps
     whose update is complete; `applied_updates`, which drives the bias correction, leaves skipped ones out.
-    `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would too.
+    `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would too. After an
+    engine that could not end the store `is_in_use`: a device may still copy.
 
     `stale_layers` counts the layers, from the first one on, whose forward reads the previous version under the
     `bounded` mode. Between steps the device weights of their bundles are one version older than the fp32 weights.
@@ -94,6 +95,7 @@ class HostStore:
         self.applied_updates = 0
         self.refreshes = 0  # how often the weights were written as a whole
         self.is_consistent = True
+        self.is_in_use = False
         self.observer = Observer()  # that of the engine
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
@@ -408,7 +410,9 @@ class HostStore:
         return self._memory.allocated_bytes
 
     def close(self) -> None:
-        self._memory.close()
+        """Give the memory back, unless a device that hangs may still copy."""
+        if not self.is_in_use:
+            self._memory.close()
 
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.mode.versions if bundle.trainable else 1
