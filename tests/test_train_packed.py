@@ -92,7 +92,7 @@ def test_a_run_has_the_bits_of_one_on_the_numbers_of_the_packed_weights(base, fo
     assert not [name for name in state(folder, "packed") if "q_proj" in name or "query.weight" in name]
 
 
-def test_a_run_resumes_from_a_cache_and_maps_it_with_the_same_bits(folder, capsys):
+def test_a_run_resumes_from_a_cache_and_maps_it_with_the_same_bits(folder, caplog):
     packed = ("--lora.base=nf4",)
     cached = (*packed, "--lora.base_cache=cache")
     assert run("whole", *packed) == 0
@@ -106,9 +106,14 @@ def test_a_run_resumes_from_a_cache_and_maps_it_with_the_same_bits(folder, capsy
     assert [path.stat().st_mtime_ns for path in sorted(cache.rglob("*"))] == written
     for name in ("parts", "writes", "reads", "maps", "maps-first"):
         assert_trained_alike(folder, name, "whole")
-    # Another base has a cache of its own.
+    # Another base has a cache of its own, and adapters that are put on it are named.
     rounded_release(folder, FORMATS["fp8"])
-    assert run("another", *cached, "--model.hf_path=rounded") == 0
+    weights = folder / "outputs" / "whole" / "checkpoints" / checkpoint_name(3)
+    begun = (*cached, "--checkpoint.load=weights", f"--checkpoint.load_path={weights}")
+    assert run("same", *begun) == 0
+    assert "another base" not in caplog.text
+    assert run("another", *begun, "--model.hf_path=rounded") == 0
+    assert "another base (model.hf_path 'release' -> 'rounded')" in caplog.text
     assert len(list((folder / "cache").iterdir())) == 2
 
 

@@ -356,6 +356,11 @@ def check_start(config: Config, checkpointer: Checkpointer) -> None:
     if differing := changes(state, config, MODEL_KEYS):
         advice = ". Resume with the former model, or give the run a name of its own (--run.name NAME)"
         raise RunError(f"{path} is of another model ({', '.join(differing)}){advice * resumes}")
+    is_reloaded = config.lora.map_base or config.lora.base != "bf16"
+    if not resumes and is_reloaded and (differing := changes(state, config, ("model.hf_path",))):
+        logger.warning(
+            "%s holds adapters alone, which this run puts on another base (%s)", path, ", ".join(differing)
+        )
     if resumes and (differing := changes(state, config, ("optimizer.name",))):
         raise RunError(
             f"{path} holds the state of another optimizer ({', '.join(differing)}). {_ways_out(path)}"
