@@ -123,7 +123,7 @@ def run_slots(
     `free[k]` is when the device of the k-th next slot becomes free. It is updated in place, in the order of the slots that
     follow the step. `between` is called after the first `at` slots, with the index in `free` of the next slot's device.
     """
-    num_devices, slot = len(free), 0
+    num_devices, device = len(free), 0
     stages = list(zip(times.entry_s, times.total_s, ready_s, times.boundary_from, strict=True))
     keeps_outputs = max(times.boundary_from) >= 0
     ends: list[float] = []
@@ -136,11 +136,11 @@ def run_slots(
         outputs: list[tuple[list[float], list[float]]] = []  # the same of each stage, for recomputations
         for entry_s, total_s, weights_s, producer in stages:
             if between is not None and len(ends) == at:
-                between(slot)
+                between(device)
             # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
             if slopes:
                 shift += entry_s
-            base = max(free[slot], weights_s) + total_s - shift
+            base = max(free[device], weights_s) + total_s - shift
             if producer >= 0:
                 delay_s = times.hop_s + total_s - shift
                 arrivals = [
@@ -160,15 +160,15 @@ def run_slots(
             for other in range(1, len(slopes)):
                 if (other_end := bases[other] + slopes[other] * (size - 1)) > end:
                     end = other_end
-            free[slot] = end + shift
-            ends.append(free[slot])
-            slot = slot + 1 if slot + 1 < num_devices else 0
+            free[device] = end + shift
+            ends.append(free[device])
+            device = device + 1 if device + 1 < num_devices else 0
             if keeps_outputs:
                 outputs.append((list(slopes), [base + shift for base in bases]))
     if between is not None and at == len(ends):
-        between(slot)
+        between(device)
     # Slots take devices in turn without a restart: the next step begins with the device after the last slot's.
-    free[:] = free[slot:] + free[:slot]
+    free[:] = free[device:] + free[:device]
     return ends
 
 
