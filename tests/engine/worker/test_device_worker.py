@@ -174,6 +174,9 @@ def test_each_stream_of_an_accelerator_waits_until_a_fresh_buffer_may_be_used(mo
         def stream(self, device, priority):
             return SimpleNamespace(wait_event=waits.append)
 
+        def event(self, device, timed=False):
+            return SimpleNamespace(record=lambda stream: None)
+
     allocating = SimpleNamespace(record_event=lambda: "allocated")
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: allocating)
     with as_if_on(Kind("meta")):
