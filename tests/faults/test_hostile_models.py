@@ -171,7 +171,6 @@ TOKENIZERS = {
 }
 
 LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none"}
-TENSOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 def adapter(says, content=b"", config=LORA, name="adapter_model.safetensors"):
