@@ -210,7 +210,12 @@ def _packed_product(
     for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
         if start < stop:
             place.part(expert * matrix.numel(), matrix.numel()).read(numbers.view(-1))
-            products.append(rows[start:stop] @ (numbers.T if is_transposed else numbers))
+            # By the kernel that multiplies unpacked stacks, if the kind has one: the bits are the same.
+            part, weight = rows[start:stop], numbers.T if is_transposed else numbers
+            if _has_grouped_kernel(rows, *matrix.shape):
+                products.append(F.grouped_mm(part, weight[None], offs=ends.new_tensor([stop - start])))
+            else:
+                products.append(part @ weight)
     return torch.cat(products) if products else rows.new_empty((0, matrix.shape[1]))
 
 
