@@ -203,19 +203,16 @@ def _packed_product(
         from torchround.models.kernels import grouped_triton
 
         return grouped_triton.launch_packed(rows, place, matrix.shape, ends, is_transposed)
-    numbers = torch.empty(
-        matrix.T.shape if is_transposed else matrix.shape, dtype=rows.dtype, device=rows.device
-    )
+    numbers = rows.new_empty(matrix.T.shape if is_transposed else matrix.shape)
+    weight = numbers.T if is_transposed else numbers
+    # By the kernel that multiplies unpacked stacks, if the kind has one: the bits are the same.
+    has_kernel = _has_grouped_kernel(rows, *matrix.shape)
     products = []
-    for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
+    for expert, (start, stop) in enumerate(pairwise(RowGroups(ends).bounds)):
         if start < stop:
             place.part(expert * matrix.numel(), matrix.numel()).read(numbers.view(-1))
-            # By the kernel that multiplies unpacked stacks, if the kind has one: the bits are the same.
-            part, weight = rows[start:stop], numbers.T if is_transposed else numbers
-            if _has_grouped_kernel(rows, *matrix.shape):
-                products.append(F.grouped_mm(part, weight[None], offs=ends.new_tensor([stop - start])))
-            else:
-                products.append(part @ weight)
+            part, end = rows[start:stop], ends.new_tensor([stop - start])
+            products.append(F.grouped_mm(part, weight[None], offs=end) if has_kernel else part @ weight)
     return torch.cat(products) if products else rows.new_empty((0, matrix.shape[1]))
 
 
