@@ -1,6 +1,7 @@
 """LoRA on a packed base against LoRA on its 16 bits, with small models trained here first (docs/packed_weights.md).
 
     python scripts/packed_base.py FOLDER [--formats bf16 nf4]     train, print the table, draw FOLDER/packed_base.svg
+    python scripts/packed_base.py . --rates                       print how fast this machine packs, and train nothing
 
 For each seed a model is trained on Python's standard library and exported. Adapters are then trained on the pages of `docs/`,
 once for each format of the frozen weights: the same batches and the same first adapters. A run that is complete stays.
@@ -10,12 +11,16 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
+import torch
 from matplotlib.figure import Figure
 
 from torchround.checkpoint.folders import checkpoint_name
+from torchround.packed_formats import FORMATS
 
 ROOT = Path(__file__).parents[1]
 LAST = 20  # steps whose mean is the final loss
@@ -70,15 +75,32 @@ def draw(path: Path, losses: Sequence[dict[str, list[float]]]) -> None:
     figure.savefig(path)
 
 
+def print_rates(numel: int = 2**26, passes: int = 5) -> None:
+    """Print the numbers that are packed in a second, by wall time: the median of some passes, by all of PyTorch's threads."""
+    numbers = torch.randn(numel).bfloat16()
+    for name, packed in FORMATS.items():
+        memory, seconds = torch.empty(packed.nbytes(numel), dtype=torch.uint8), []
+        packed.pack(numbers, memory)  # compiles the loops
+        for _ in range(passes):
+            start_s = time.perf_counter()
+            packed.pack(numbers, memory)
+            seconds.append(time.perf_counter() - start_s)
+        print(f"| `{name}` | {numel / median(seconds) / 1e9:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--formats", nargs="+", default=["bf16", "nf4"])
+    parser.add_argument("--rates", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, nargs=2, default=(250, 60), metavar=("BASE", "LORA"))
     given = parser.parse_args()
+    if given.rates:
+        print_rates()
+        return
     folder = given.folder.absolute()
     losses = [compare(folder, seed, given.formats, tuple(given.steps)) for seed in range(given.seeds)]
     print(
