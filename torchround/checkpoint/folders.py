@@ -1,7 +1,8 @@
 """The folders of checkpoints: their names, which are complete, and how one appears or goes, also in a power cut.
 
 **The package spells the names of folders and files here alone.** The rest of it asks, so other names need a change of the
-constants below; pages and commands that show a name are text (docs/checkpoints.md, "Other names"; `tests/checkpoint/test_other_names.py`):
+constants below; pages and commands that show a name are text (docs/checkpoints.md, "Other names";
+`tests/checkpoint/test_other_names.py`):
 
     outputs/my-run/checkpoints/                RUN_SUBFOLDER
         step-120                               STEP_NAME: complete
