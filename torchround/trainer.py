@@ -463,6 +463,7 @@ def build_engine(
         compile_update=compiles_update(table, store),
         compiler=compiler,
         kept=plan.kept,
+        experts_by_need=config.lora.experts_by_need,
     )
     return Engine(
         *(model, store, devices, plan.partition),

@@ -125,6 +125,9 @@ class ExpertStack(Adaptable, ABC):
     def _base_product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         stack = getattr(self, name)
         if stack.dtype == torch.uint8:
+            # Compiled layers have whole stacks. The backward needs the same experts, which are there by then.
+            if not torch.compiler.is_dynamo_compiling() and hasattr(stack, "fetch"):
+                stack.fetch(routes.bounds)
             return packed_product(rows, stack, dict(self.packed)[name], routes, self.inputs_first)
         return stack_product(rows, stack, self.matrix, routes)
 

@@ -18,7 +18,7 @@ from torchround.layer import KEEPABLE
 from torchround.planning.update_modes import ASYNC, BOUNDED
 
 SEEDS, ALL_SEEDS = 50, 500
-MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug", "llama3-packed")
+MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug", "llama3-packed", "qwen3-packed")
 WORKERS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4))
 
 
@@ -46,6 +46,7 @@ def draw(seed):
         run = replace(run, optimizer=random.Random(f"optimizer of {seed}").choice(optimizers))
     workers, devices = drawn.choice(WORKERS)
     settings = {
+        "experts_by_need": seed % 2 == 0,
         "layerwise_recompute": drawn.random() < 0.25,
         # A layer whose forward read older weights must be computed anew.
         "kept": tuple(

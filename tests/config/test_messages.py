@@ -130,6 +130,7 @@ CONFLICTS = [
     ("lora.dora=true", "lora.dora lora.rank true 0"),
     ("lora.rank_pattern.q_proj=4", 'lora.rank_pattern lora.rank {"q_proj": 4} 0'),
     ("lora.path=folder lora.rank=4", "lora.path model.hf_path"),
+    ("lora.experts_by_need=true", 'lora.experts_by_need lora.base lora.map_base engine.compile true "bf16" "auto"'),
     ('checkpoint.load="weights"', "checkpoint.load checkpoint.load_path"),
     ("validation.interval_steps=5", "validation.interval_steps validation.sources"),
 ]

@@ -1,6 +1,7 @@
 """Training on packed frozen weights has the bits of training on the numbers that they stand for."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -8,6 +9,7 @@ from tests.support import engine_rows
 from tests.support.engine_rows import FAMILY_BLOCKS, Row, assert_same
 from tests.support.small_decoders import packed_decoder, write_base
 from torchround.engine.compiled import LayerCompiler
+from torchround.models.common import feed_forward
 from torchround.models.common.feed_forward import MoEShape
 
 
@@ -18,6 +20,7 @@ def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), targets=("q_p
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 MIXED = {"family": ("qwen3", "debug_moe"), "sizes": {"moe": MoEShape(3, 2, 128)}}
+MANY = {"moe": MoEShape(16, 1, 128)}
 ROWS = {
     "nf4": row_of("nf4", 1, 1, "each"),
     "fp8, one stage": row_of("fp8", 2, 1, "one", "async"),
@@ -33,6 +36,28 @@ ROWS = {
         sizes={"moe": MoEShape(4, 2, 128)},
         targets=EXPERTS,
         kept="all",
+    ),
+    "nf4, experts by need": row_of(
+        "nf4",
+        2,
+        1,
+        "forward",
+        family=("qwen3", "debug_moe"),
+        sizes=MANY,
+        rounds=2,
+        experts_by_need=True,
+        evaluates=True,
+    ),
+    "mxfp4, experts by need, kept": row_of(
+        "mxfp4",
+        3,
+        1,
+        "each",
+        family=("gpt_oss", "debug"),
+        sizes=MANY,
+        targets=EXPERTS,
+        kept="all",
+        experts_by_need=True,
     ),
     "nf4, kept, bounded": row_of("nf4", 8, 1, "each", "bounded", clip="layer", kept="all", link="early"),
 }
@@ -100,6 +125,29 @@ def test_host_memory_and_uploads_shrink_by_what_packing_saves(name):
     assert packed_bytes <= share * plain_bytes
     # Once for each forward and backward stage of four steps, and for the validation.
     assert uploaded[False] - uploaded[True] == (2 * len(packed_row.batches) + 1) * (plain_bytes - packed_bytes)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_only_experts_with_rows_come_up_by_need(name, monkeypatch):
+    routed, uploaded = [], {}
+    make_routes = feed_forward.make_routes
+    monkeypatch.setattr(
+        feed_forward, "make_routes", lambda *arguments: routed.append(make_routes(*arguments)) or routed[-1]
+    )
+    for by_need in (True, False):
+        row = row_of(name, 1, 1, "one", family=("qwen3", "debug_moe"), sizes=MANY, experts_by_need=by_need)
+        model = row.model()
+        store = row.store(model)
+        row.before(store)
+        with row.engine(model, store, row.table) as engine:
+            del routed[:]
+            engine.evaluate(row.batches[0][:1]).loss_sums()
+            uploaded[by_need] = engine.devices[0].uploaded_bytes
+    stacks = [bundle for bundle in store.bundles if bundle.packed is not None and bundle.packed.by_matrix]
+    untouched = {layer + 1: sum(a == b for a, b in pairwise(routes.bounds)) for layer, routes in enumerate(routed)}
+    assert all(0 < count < 16 for count in untouched.values())
+    saved = sum(untouched[bundle.layers[0]] * bundle.packed.nbytes(bundle.unpacked_numel) // 16 for bundle in stacks)
+    assert uploaded[False] - uploaded[True] == saved
 
 
 @pytest.mark.parametrize("name", SHARES)

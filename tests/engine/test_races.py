@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.test_packed_weights import ROWS as PACKED_ROWS
 from tests.support import toy
 from tests.support.engine_rows import Row, validate_true_weights
 from tests.support.faults import Unordered
@@ -141,6 +142,8 @@ RUNS = {
     "torch": run(3, "forward", "async", "saves", optimizer="torch"),
     # What these blocks send lies in a slot that the next upload but one overwrites.
     "passes": run(1, "each", build=passing_model),
+    # Experts come up in the compute stream, while the weights of the next stage come up beside them.
+    "experts by need": PACKED_ROWS["nf4, experts by need"],
     "machines": machines(3, "sync"),
     "machines, async": machines(3, "async"),
     "machines, tied": tied(3, "sync", rounds=2, devices=3),

@@ -8,6 +8,7 @@ import torch
 
 from tests.support import toy_texts
 from tests.support.borrowed_toys import toy_model
+from tests.support.small_decoders import packed_decoder, write_base
 from tests.support.toy_texts import STOP, own_model, prompts, text_engine, their_model, their_texts
 from torchround.config import AdamWTable
 from torchround.engine.device import CpuDevice
@@ -18,6 +19,7 @@ from torchround.generation import Sampling, TextEngine, generate, inference_stor
 from torchround.generation.inference import cut_evenly
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
+from torchround.models.common.feed_forward import MoEShape
 from torchround.planning.partition import Partition
 from torchround.planning.update_modes import ASYNC_PREDICT
 
@@ -62,6 +64,25 @@ def test_a_text_ends_behind_its_stop_token_or_at_the_most_tokens():
         assert engine.generate([], max_tokens=5) == []
         with pytest.raises(ValueError, match="prompt 1 has no tokens"):
             engine.generate([[1], []], max_tokens=1)
+
+
+def test_continuations_upload_only_the_experts_of_their_tokens():
+    texts, uploaded = [], []
+    # With little memory all layers come up for each token. With much they stay, and experts are added to what is there.
+    for by_need, device_bytes in ((False, 1_600_000), ("auto", 1_600_000), (True, None)):
+        model = packed_decoder("nf4", ("qwen3", "debug_moe"), moe=MoEShape(16, 1, 128))
+        device = CpuDevice(0)
+        store = inference_store(model, torch.float32, [device])
+        store.initialize(model, 0)
+        write_base(store)
+        # One sequence in each of the two groups.
+        with TextEngine(
+            *(model, store, [device]), batch_size=2, tokens=16, device_bytes=device_bytes, experts_by_need=by_need
+        ) as engine:
+            texts.append(engine.generate([[1, 2], [3, 4]], max_tokens=8))
+            uploaded.append(device.uploaded_bytes)
+    assert texts[0] == texts[1] == texts[2]
+    assert uploaded[1] < 0.5 * uploaded[0]
 
 
 def test_too_little_memory_for_keys_and_values_is_said_once(caplog, expected):

@@ -255,6 +255,7 @@ class Row:
     build: Callable[[], LayeredModel] | None = None
     partition: Partition | None = None
     spikes: tuple[Any, ...] = ()
+    experts_by_need: bool | str = "auto"
     before: Callable[[Any], None] = lambda store: None
     after_step: Callable[[Any], list] = lambda engine: []
 
@@ -303,6 +304,7 @@ class Row:
             "accumulate_dtype": torch.bfloat16 if self.gradient == "narrow" else torch.float32,
             "stale_layers": self.stale_layers, "accumulates": self.calls > 1,
             "compile_update": self.compiled == "update",
+            "experts_by_need": self.experts_by_need,
             "compiler": LayerCompiler(model, "aot_eager") if self.compiled == "layers" else None,
             "wrap": linked if self.link == "early" else lambda device: device,
         }  # fmt: skip

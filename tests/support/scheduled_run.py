@@ -20,6 +20,7 @@ from torchround.engine.device import AcceleratorDevice, Device, Stream
 from torchround.engine.store.bundles import OLDER_WEIGHTS
 from torchround.engine.store.host_memory import HostPool
 from torchround.models import FAMILIES
+from torchround.models.common.feed_forward import MoEShape
 from torchround.optim import make_optimizer
 from torchround.planning.update_modes import SYNC, UpdateMode
 
@@ -116,7 +117,8 @@ class ShortRun:
             return toy_model(self.tied)
         family, flavor = self.model.split("-")
         if flavor == "packed":
-            return packed_decoder("nf4", (family, "debug"), num_layers=BLOCKS)
+            flavor, sizes = ("debug_moe", {"moe": MoEShape(16, 1, 128)}) if family == "qwen3" else ("debug", {})
+            return packed_decoder("nf4", (family, flavor), num_layers=BLOCKS, **sizes)
         sizes = {"vocab_size": VOCABULARY, "num_layers": BLOCKS, "tied_embeddings": self.tied}
         model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor, **sizes))
         return model

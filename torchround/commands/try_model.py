@@ -242,8 +242,13 @@ def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: 
     devices = hardware.make_devices()
     store = inference_store(tried.model, dtype, devices, tried.mapped)
     store.initialize(tried.model, 0, tried.weights.load)
-    limit = hardware.device_bytes
-    return TextEngine(tried.model, store, devices, batch_size=batch_size, tokens=tokens, device_bytes=limit)
+    return TextEngine(
+        *(tried.model, store, devices),
+        batch_size=batch_size,
+        tokens=tokens,
+        device_bytes=hardware.device_bytes,
+        experts_by_need=tried.options.config.lora.experts_by_need,
+    )
 
 
 def scored_text(tried: TriedModel, batch_size: int, read: Counter[str]) -> Iterator[list[MicroBatch]]:

@@ -387,6 +387,10 @@ class LoraTable(Table):
     checkpoints, and the files must not change. Packed ones are read from `base_cache`. Weights in another format than
     `training.dtype` are still copied."""
 
+    experts_by_need: bool | Literal["auto"] = "auto"
+    """Upload of packed experts only those that tokens are routed to, once the routing is known: the upload is not hidden behind
+    other work. `auto`: in passes of few tokens, as those of continuations are, with layers that are not compiled."""
+
 
 class MetricsTable(Table):
     """Reports: how often and where to. Losses are always written to `metrics.jsonl` in the run's folder."""

@@ -49,8 +49,10 @@ class Stream(Enum):
     GRADIENT_DOWNLOAD = "gradient download"
 
 
-UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD)
+# Experts that a layer asks for come up in the order of its computation.
+UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD, Stream.COMPUTE)
 COPIES = {
+    Stream.COMPUTE: SpanKind.WEIGHTS,
     Stream.WEIGHT_UPLOAD: SpanKind.WEIGHTS,
     Stream.ACTIVATION_UPLOAD: SpanKind.RELOAD,
     Stream.ACTIVATION_DOWNLOAD: SpanKind.OFFLOAD,

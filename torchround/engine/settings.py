@@ -24,6 +24,7 @@ class EngineSettings:
     `compile_update` compiles the optimizer's update (`optim/kernel.py`), `compiler` the layers; engines of one model may share
     it. `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`).
     `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up on the host in fp32.
+    `experts_by_need` uploads of packed stacks only the experts that tokens are routed to; "auto" if a stage job has few tokens.
     """
 
     rounds: int = 1
@@ -38,6 +39,7 @@ class EngineSettings:
     compiler: LayerCompiler | None = None
     kept: KeptNames = ()
     accumulates: bool = False
+    experts_by_need: bool | Literal["auto"] = "auto"
 
     def problems(
         self,

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from torchround.config import AdamWTable
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.generation.continuations import GROUPS, generate, sequence_bytes
 from torchround.layer import FileTensor, LayeredModel, LayerWork, MicroBatch
@@ -83,6 +84,7 @@ class TextEngine(Engine):
         batch_size: int,
         tokens: int,
         device_bytes: int | None = None,
+        experts_by_need: bool | Literal["auto"] = "auto",
     ) -> None:
         devices = devices[: len(model.layers)]
         kind = devices[0].torch_device.type
@@ -90,7 +92,8 @@ class TextEngine(Engine):
         partition, self.cache_bytes = plan_inference(
             model, store, len(devices), kind, batch_size, tokens, device_bytes
         )
-        super().__init__(model, store, devices, partition, optimizer=AdamWTable())
+        settings = EngineSettings(experts_by_need=experts_by_need)
+        super().__init__(model, store, devices, partition, optimizer=AdamWTable(), settings=settings)
 
     def generate(self, prompts: Sequence[Sequence[int]], **limits: Any) -> list[list[int]]:
         """Continue each prompt, with the other arguments of `generate`."""

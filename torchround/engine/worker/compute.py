@@ -38,7 +38,8 @@ def bind(
 
     With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
     accumulates into it in the slot's dtype. Parameters of `own_dtypes` are copies, made on the current stream. Packed ones
-    are views of `unpacked`, which has to `hold` the layer whenever it runs; stacks packed by matrix are uint8 bytes.
+    are views of `unpacked`, which has to `hold` the layer whenever it runs; stacks packed by matrix are uint8 bytes. If these
+    come by need, `fetch` of the parameter has to be called before a product with the `bounds` of its rows.
     """
     ranges = {used.use: used for used in layout.weights}
     gradient_start = {used.use: used.start for used in layout.gradients}
@@ -55,6 +56,8 @@ def bind(
                 value = parameter.view(unpacked.memory[ranges[use].unpacked_start :]).data
             dtype = own_dtypes.get(parameter.name, value.dtype)
             leaf = nn.Parameter(value.to(dtype), requires_grad=False)
+            if use in weights.experts:
+                leaf.fetch = weights.experts[use]  # type: ignore[attr-defined]
             if gradients is not None and use in gradient_start:
                 leaf.requires_grad_(True)
                 # Before `.grad` is set: PyTorch refuses a gradient of another dtype than the leaf expects.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torchround.engine.device import PASSED, Device, Event, Stream
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Hidden, aligned
-from torchround.packed_formats import unpack_numbers
+from torchround.packed_formats import PackedPlace, unpack_numbers
 from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
 from torchround.planning.partition import Partition, Stage
 
@@ -36,12 +36,14 @@ class DeviceSlot:
 
     `taken` are the elements of the larger buffer that it takes. `frozen_weights` is the stage whose weights are in it, if
     the model trains none, and `HostStore.refreshes` at their upload: until these grow, the weights need not come again.
+    `experts` are the stacks, by layer and bundle, of which only the experts that were asked for are in it.
     """
 
     def __init__(self, memory: Tensor, taken: int = 0) -> None:
         self.memory = memory
         self.taken = taken
         self.frozen_weights: tuple[StageLayout, int] | None = None
+        self.experts: dict[tuple[int, int], ExpertUploads] = {}
         self.released: Event = PASSED
         self._packings: Sequence[Packing] = ()
         self._views: list[tuple[Tensor, ...]] = []
@@ -115,8 +117,29 @@ class TwoSlots:
         slot = self._ends[self._newest] = DeviceSlot(self.memory[start : start + numel], taken)
         slot.released = before.released
         if before.taken == taken:
-            slot.frozen_weights = before.frozen_weights
+            slot.frozen_weights, slot.experts = before.frozen_weights, before.experts
         return slot
+
+
+class ExpertUploads:
+    """The uploads of a packed stack's experts into a slot, each before the first product that has rows for it.
+
+    They are in the compute stream, so that they order themselves with all products that read the slot.
+    """
+
+    def __init__(self, device: Device, source: PackedPlace, target: PackedPlace, num_experts: int) -> None:
+        self._device = device
+        self._missing = dict(
+            enumerate(zip(source.split(num_experts), target.split(num_experts), strict=True))
+        )
+
+    def __call__(self, bounds: Sequence[int]) -> None:
+        """Upload the experts that have rows and are not there. `bounds` are those of `RowGroups`."""
+        for expert, (start, stop) in enumerate(pairwise(bounds)):
+            if start < stop and expert in self._missing:
+                source, target = self._missing.pop(expert)
+                self._device.copy(Stream.COMPUTE, target.codes, source.codes)
+                self._device.copy(Stream.COMPUTE, target.scales, source.scales)
 
 
 @dataclass

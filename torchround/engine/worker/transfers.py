@@ -28,6 +28,7 @@ from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.tasks import Access, Buffer, Task, Worker
 from torchround.engine.worker.slots import (
     DeviceSlot,
+    ExpertUploads,
     Packing,
     SlotRange,
     SlotRing,
@@ -56,6 +57,10 @@ class Piece(NamedTuple):
     target: Tensor | None
     access: Access | None
     what: str
+
+
+# The choices of a token in the usual mixtures. With as many choices as experts, even routing leaves a third untouched.
+EXPERTS_PER_TOKEN = 8
 
 
 class BundleTransfer:
@@ -130,16 +135,38 @@ class WeightUpload(BundleTransfer):
         # Read before the weights: those that are written later come again.
         self._content = layout, self._store.refreshes
         is_filled = slot.frozen_weights == self._content  # since the stage before last
-        super().__init__(
-            worker, job, slot, () if is_filled else self._make_pieces(job, worker.reader, slot.memory)
-        )
+        if not is_filled:
+            slot.experts = self._by_need(worker, job, slot.memory)
+        super().__init__(worker, job, slot, () if is_filled else self._make_pieces(job, worker.reader, slot))
         # The stage before last may still compute with what the slot holds.
         self._device.wait(self.stream, slot.released, "a free slot for weights")
 
-    def _make_pieces(self, job: StageJob, reader: "FileReader | None", memory: Tensor) -> Iterator[Piece]:
+    def _by_need(
+        self, worker: "DeviceWorker", job: StageJob, memory: Tensor
+    ) -> dict[tuple[int, int], ExpertUploads]:
+        """Choose the stacks whose experts come up when a layer asks for them, by layer and bundle."""
+        settings, found = worker.setup.settings, {}
+        if settings.compiler is not None or not settings.experts_by_need:
+            return {}
+        num_tokens = sum(job.pass_.shape.shapes[m].numel() for m in job.task.micro_batches)
+        for used in self.layout.weights:
+            bundle = used.bundle
+            if bundle.packed is None or not bundle.packed.by_matrix or bundle.mapped:
+                continue
+            num_experts = bundle.parameters[0].shape[0]
+            if settings.experts_by_need is True or num_tokens * EXPERTS_PER_TOKEN <= num_experts:
+                # `.data`: autograd need not know that other parts of the slot are written.
+                target = bundle.place(memory[used.start : used.start + bundle.numel].data)
+                source = bundle.place(bundle.version(0))
+                found[used.use] = ExpertUploads(worker.device, source, target, num_experts)
+        return found
+
+    def _make_pieces(self, job: StageJob, reader: "FileReader | None", slot: DeviceSlot) -> Iterator[Piece]:
         for used in self.layout.weights:
             bundle, version = used.bundle, 0
-            place = memory[used.start : used.start + bundle.numel]
+            place = slot.memory[used.start : used.start + bundle.numel]
+            if used.use in slot.experts:
+                continue
             if bundle.mapped and reader is not None:
                 yield from reader.request(used, place, job.pass_.step)
                 continue
