@@ -14,7 +14,9 @@ from torchround.checkpoint.folders import checkpoint_name
 BF16 = "--training.dtype=bfloat16"
 ASYNC = "--engine.update=async"
 LORA = ("--lora.rank=2", "--training.dtype=bfloat16")
+QUERIES = ("--lora.rank=2", "--lora.targets=['q_proj']")
 VALIDATED = ("--validation.interval_steps=2", '--validation.sources=[{ path = "text.jsonl" }]')
+PACKED = (*QUERIES, "--lora.base=nf4", "--lora.base_cache=cache", *VALIDATED)
 PROMPTED = ('--validation.prompts=["a prompt", "b"]', "--validation.prompt_tokens=3")
 TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 
@@ -48,9 +50,9 @@ def test_machines_train_as_one_machine_in_every_mode(small_machines, num_machine
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("adapted", [(), ("--lora.rank=2", "--lora.targets=['q_proj']")], ids=["all", "lora"])
+@pytest.mark.parametrize("adapted", [(), QUERIES, PACKED], ids=["all", "lora", "packed lora"])
 def test_machines_begin_with_the_weights_of_a_released_folder(small_machines, adapted):
-    write_toy("qwen2", small_machines.folder / "release", vocab_size=264)
+    write_toy("qwen2", small_machines.folder / "release", vocab_size=264, hidden_size=64, intermediate_size=128)
     released = ("--model.family=transformers", "--model.flavor=none", "--model.hf_path=release")
     for name, num_machines in (("one", 1), ("several", 2)):
         small_machines(name, num_machines, *released, *adapted)

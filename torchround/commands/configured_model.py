@@ -77,7 +77,7 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     except ModelConfigError as error:
         raise options.error("model", str(error)) from error
     if options.config.lora.rank:
-        excluded = {"path", "map_base", "base", "base_cache"}
+        excluded = {"path", "map_base", "base", "base_cache", "experts_by_need"}
         shape = LoraShape(**options.config.lora.model_dump(exclude=excluded))
         add_adapters(model, family.module_names(config), shape)
         model = _packed(options, family, config, model)

@@ -128,7 +128,8 @@ def plan_inference(
     # What a backward would need is counted too: an estimate from above.
     compute = max(work.activation_bytes + work.workspace_bytes for work in works)
     staging = STAGING_BUFFERS * max(work.boundary_bytes for work in works)
-    besides = compute + staging + model.constant_bytes() + store.unpacked_bytes()
+    unpacking = max(bundle.unpacking_bytes(store.dtype.itemsize, kind) for bundle in store.bundles)
+    besides = compute + staging + model.constant_bytes() + store.unpacked_bytes() + unpacking
     wanted = [batch_size * size for size in sequence_bytes(model.layers, tokens, store.dtype.itemsize)]
     best: tuple[int, Partition] | None = None
     # Multiples of the devices, so that a layer stays with its device.

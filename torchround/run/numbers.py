@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from torchround.accelerators import has_triton, kind_of
+from torchround.accelerators import kind_of
 from torchround.config import Config, EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
@@ -24,7 +24,6 @@ from torchround.engine.worker.orthogonalise import STEPS, directed_parameters
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.optim.formats import FORMATS
 from torchround.optim.optimizer import make_optimizer
-from torchround.packed_formats import unpacking_bytes
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts, measured_costs
 from torchround.planning.keep_rule import kept_whole
@@ -188,7 +187,7 @@ def _counted_costs(
         for index in bundle.layers:
             every[index] += bundle.unpacked_numel * element_bytes
             early[index] += bundle.early_numel * element_bytes
-            scratch[index] = max(scratch[index], _unpacking_bytes(bundle, element_bytes, hardware.kind))
+            scratch[index] = max(scratch[index], bundle.unpacking_bytes(element_bytes, hardware.kind))
     moving = config.engine.update, element_bytes, element_bytes
     adding_share = updates.adding_share(counts.by_rule, *moving)
     # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
@@ -224,15 +223,6 @@ def _counted_costs(
         )
 
     return cache(costs_for)  # a report asks for the same lengths many times
-
-
-def _unpacking_bytes(bundle: Bundle, element_bytes: int, kind: str) -> int:
-    """Count what a device needs to unpack a bundle, besides the numbers of those that it unpacks before a layer runs."""
-    if bundle.early_numel or bundle.packed is None:
-        return unpacking_bytes(bundle.early_numel, kind)
-    # Triton's products unpack by the tile.
-    numel = 0 if has_triton(kind) else bundle.parameters[0].shape[1:].numel()
-    return numel * element_bytes + unpacking_bytes(numel, kind)
 
 
 def layer_works(

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from torchround.accelerators import has_triton
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import FileTensor, LayeredModel, decayed_names
 from torchround.optim.formats import StateFormat, StatePart
 from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
 from torchround.optim.split_weights import join, split
 from torchround.optim.update_pass import UpdateBuffers
-from torchround.packed_formats import PackedFormat, PackedPlace
+from torchround.packed_formats import PackedFormat, PackedPlace, unpacking_bytes
 from torchround.planning.machine_shares import assign_owners
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
@@ -182,6 +183,14 @@ class Bundle:
     def early_numel(self) -> int:
         """The numbers that a device unpacks before a layer runs. Products unpack stacks that are packed by matrix."""
         return 0 if self.packed is None or self.packed.by_matrix else self.unpacked_numel
+
+    def unpacking_bytes(self, element_bytes: int, kind: str) -> int:
+        """Count what a device needs to unpack the bundle, besides the numbers that it unpacks before a layer runs."""
+        if self.early_numel or self.packed is None:
+            return unpacking_bytes(self.early_numel, kind)
+        # Triton's products unpack by the tile.
+        numel = 0 if has_triton(kind) else self.parameters[0].shape[1:].numel()
+        return numel * element_bytes + unpacking_bytes(numel, kind)
 
     def place(self, packed: Tensor) -> PackedPlace:
         """Find the codes and scales in the bundle's packed elements, on the host or on a device."""
