@@ -9,6 +9,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -99,16 +100,14 @@ class Engine:
         kind, compiler = self.devices[0].torch_device.type, settings.compiler
         sizes = ValueSizes(model, settings.kept, store.dtype.itemsize, kind, compiler is not None)
         setup = WorkerSetup(store, board, self.pool, model, sizes, partition, queues, settings)
-        self._reservation = BufferReservation(
-            sizes, store, self.pool, self.devices, exchange.landing_buffers, settings.accumulates
-        )
+        self._reservation = BufferReservation(sizes, store, self.pool, len(devices), settings.accumulates)
         self._workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
         others = [worker.thread for worker in (saver, self._updater, *exchange.workers)]
         others += [worker.reader.thread for worker in self._workers if worker.reader is not None]
         self._threads = [*(worker.thread for worker in self._workers), *others]
         self._watchdog = Watchdog(board, self._workers, others, settings.hang_timeout_s)
         self._under_way: deque[StepResult] = deque()  # the results of the newest passes
-        self._num_passes = 0
+        self._numbers = itertools.count()  # of passes
         self._updated = Value[UpdateReport](UPDATED, store.step)  # of the newest step
         self._is_stopped = False
         self._stop_lock = threading.Lock()
@@ -119,7 +118,9 @@ class Engine:
             self._stop()  # gives back what was allocated on the devices that had room
             raise
         choose_kernels()
-        exchange.start()
+        board.on_fault = exchange.fail
+        if machines is not None:
+            machines.on_fault(exchange.failed)
         atexit.register(self._stop_at_exit, os.getpid())
         for thread in self._threads:
             thread.start()
@@ -255,7 +256,7 @@ class Engine:
         with self._call():
             task = self._program.rewrite()
             for access in task.accesses:
-                access.begin(self._board, lambda earlier: earlier.wait(self._watchdog))
+                access.begin(self._watchdog)
             return task
 
     def _end_rewrite(self, task: Task, shares: bool = True) -> None:
@@ -361,8 +362,7 @@ class Engine:
             self._board.observer.touched(reads=(), writes=[buffer.memory])
             fill(packing.views(buffer.memory), batch.tensors())
             on_host.append(HostTensors(buffer, packing, PASSED, len(readers), batch.rebuild()))
-        self._num_passes += 1
-        return Pass(self._num_passes - 1, shape, self.store, num_labels, on_host, share, self._updated)
+        return Pass(next(self._numbers), shape, self.store, num_labels, on_host, share, self._updated)
 
     def _begin(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
         self._program.hand_out()

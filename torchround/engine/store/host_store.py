@@ -301,8 +301,7 @@ class HostStore:
         """
         for bundle in self.stale_or_predicted():
             if bundle.is_owned:
-                assert bundle.gradient is not None, "an engine allocates it, and between steps it is free"
-                aside = bundle.gradient.view(self.dtype)[: bundle.numel]
+                aside = bundle.whole_gradient.view(self.dtype)[: bundle.numel]  # free between steps
                 _copy(bundle.version(self.step), aside, self.observer)
                 kept.append((bundle, aside))
                 self.derive_device_weights(bundle, self.step)
@@ -402,9 +401,6 @@ class HostStore:
         """Compute the most that the numbers of a layer take, in the store's dtype, that are unpacked before it runs."""
         layers = (self.layer_bundles(layer) for layer in range(len(self.layer_names)))
         return max(sum(b.early_numel for b in bundles) for bundles in layers) * self.dtype.itemsize
-
-    def num_parameters(self) -> int:
-        return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
 
     def nbytes(self) -> int:
         return self._memory.allocated_bytes
