@@ -241,18 +241,15 @@ class Queue(Generic[T]):
     def peek(self) -> T | None:
         """Return the next job and leave it there. None if `take` would have to wait."""
         if not self._jobs and self._batches[0].happened:
-            self._open_batch()
+            self._jobs.appendleft(self.take())
         return self._jobs[0] if self._jobs else None
 
     def take(self, words: object = None) -> T:
         if not self._jobs:
-            self._open_batch(words)
+            jobs = self._board.wait(self._batches[0], words)
+            self._jobs.extend(jobs)
+            self._batches.popleft()
         return self._jobs.popleft()
-
-    def _open_batch(self, words: object = None) -> None:
-        jobs = self._board.wait(self._batches[0], words)
-        self._jobs.extend(jobs)
-        self._batches.popleft()
 
 
 class LayerGate:

@@ -7,7 +7,7 @@ send to each peer and receive weights from it, because they spend their time wai
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from torchround.planning.machine_shares import ring_places
 
 @dataclass(eq=False, repr=False)
 class StepExchange:
-    """The exchange of one machine, which is alone if it has no `group`. `is_in_a_step` tells whether a step is under way.
+    """The exchange of one machine, which is alone if it has no `group`.
 
     `landings` are the memory in which parts of gradients land, by bundle and use of it. `gradients_to`, `weights_to` and
     `weights_from` are the workers for each peer.
@@ -43,7 +43,6 @@ class StepExchange:
     board: Board
     pool: HostPool
     group: MachineGroup | None
-    is_in_a_step: Callable[[], bool]
 
     def __post_init__(self) -> None:
         store, group = self.store, self.group
@@ -198,9 +197,9 @@ class StepExchange:
     def stop(self, failure: PipelineError | None) -> None:
         """Wake the threads that wait for other machines. The engine's board has stopped, because of `failure` if any.
 
-        Only an abort wakes a thread inside gloo. Between steps there is none, and the group lives on.
+        Only an abort wakes a thread inside gloo. Call this within a step: between steps there is none, and the group lives on.
         """
-        if self.group is None or not self.is_in_a_step():
+        if self.group is None:
             return
         if failure is None:
             self.group.fail("it stopped in the middle of a step")

@@ -83,15 +83,17 @@ class Program:
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
 
-    # A step's calls.
+    # Passes.
 
-    def training_pass(self, pass_: Pass, stages: Sequence[StageTask]) -> Task:
-        """Declare a call of a step: its stages, and what takes their gradients and losses. Returns the task that ends it."""
-        share, step = pass_.share, pass_.step
-        assert share is not None, f"step {step} was dispatched without a share"
-        self.hand_out_sums()
-        first_slot = self.next_slot
+    def add(self, pass_: Pass, stages: Sequence[StageTask]) -> Task | None:
+        """Declare the stages of a pass. A call of a step has more: what takes their gradients, and the task that ends the call."""
+        share, step, first_slot = pass_.share, pass_.step, self.next_slot
         self.next_slot += len(stages)
+        if share is None:
+            for stage in stages:
+                self._stage(pass_, stage)
+            return None
+        self.hand_out_sums()
         num_forward = _num_forward(stages)
         for stage in stages[:num_forward]:
             self._stage(pass_, stage)
@@ -109,11 +111,6 @@ class Program:
                 self._take_parts(pass_, bundle, round_)
         self.open_pass, self.rounds = pass_, share.total_rounds
         return self._emit(self.updater, "the losses", step, partial(self.updater.end_pass, pass_))
-
-    def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
-        self.next_slot += len(stages)
-        for stage in stages:
-            self._stage(pass_, stage)
 
     def _stage(self, pass_: Pass, stage: StageTask) -> None:
         """Declare a stage job, and the tasks that take the parts of gradients that it completes."""

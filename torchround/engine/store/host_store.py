@@ -369,8 +369,7 @@ class HostStore:
 
     def named_views(self) -> dict[str, Tensor]:
         """View this machine's part of a checkpoint, bundle by bundle. Only between steps, after `Engine.drain`."""
-        each = (self.bundle_views(bundle, self.step) for bundle in self.bundles)
-        return {name: view for views in each for name, view in views.items()}
+        return {name: view for b in self.bundles for name, view in self.bundle_views(b, self.step).items()}
 
     def loadable_views(self) -> dict[str, Tensor]:
         """Return the views that a checkpoint may fill: `named_views` as they are for any `stale_layers`.
