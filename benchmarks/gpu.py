@@ -40,7 +40,7 @@ from torchround.planning.partition import Partition
 from torchround.planning.plan_report import plan_for
 from torchround.planning.planner import evaluate_plan
 from torchround.run.hardware import Hardware, find_hardware
-from torchround.run.numbers import DTYPES, run_question
+from torchround.run.numbers import DTYPES, num_parameters, run_question
 from torchround.run.step_meter import flops_per_token, mfu
 from torchround.trainer import build_engine, build_store, layer_compiler
 
@@ -102,7 +102,7 @@ class Bench:
             store = build_store(self.model, self._config(table), find_hardware(table))
             try:
                 store.initialize(self.model, seed=0)
-                report["parameters"] = store.num_parameters()
+                report["parameters"] = num_parameters(self.model)[0]
                 if "resident" not in report:
                     report["resident"] = self._resident(store)
                 if "layers" not in report:

@@ -12,7 +12,7 @@ from torchround.config import AdamWTable, Config, EngineTable, TrainingTable
 from torchround.models import FAMILIES, OWN_FAMILIES
 from torchround.planning.plan_report import plan_for
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import run_question
+from torchround.run.numbers import num_parameters, run_question
 from torchround.trainer import build_engine, build_store
 
 LEAST_SPEED_RATIO = 0.9
@@ -65,7 +65,7 @@ def beside_plain_loop(options: argparse.Namespace) -> Report:
     return {
         "model": f"{options.family} {options.flavor}",
         "tokens_per_step": training.global_batch_size * training.seq_len,
-        "parameters": store.num_parameters(),
+        "parameters": num_parameters(model)[0],
         "plain_step_s": statistics.median(seconds["plain"]),
         "engine_step_s": statistics.median(seconds["engine"]),
         "engine_over_plain_tokens_per_s": median_ratio(seconds["plain"], seconds["engine"]),

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.kernel_kinds import cut_out
 from tests.support.model_tools import peak_of_tensors
 from torchround.config.optimizer_tables import MuonTable
-from torchround.engine.worker.orthogonalise import COEFFICIENTS, STEPS, iterated, orthogonalised, pieces
 from torchround.optim import EXACT, ParameterFacts, UpdateBuffers, make_optimizer, update_
+from torchround.optim.rules.muon import COEFFICIENTS, STEPS, iterated, orthogonalised, pieces
 from torchround.optim.update_pass import CHUNK_ELEMENTS, look_ahead_
 from torchround.planning import update_costs
 from torchround.planning.update_costs import newton_schulz_flops, piece_elements, row_bands, scratch_bytes, slot_bytes

@@ -2,7 +2,6 @@
 
 from tests.support.toy import toy_model, toy_store
 from torchround.checkpoint.tensor_file import Unwatched, plan_files, write_tensor_file
-from torchround.engine import buffer_reservation
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker import transfers
 from torchround.hf.tensor_folder import map_file, read_header, view_of
@@ -12,9 +11,8 @@ FROZEN = (0, 1, 2, 4)
 
 def shrink_ring(monkeypatch):
     """Let each upload go through the ring several times, in buffers that end inside parameters."""
-    for module in (transfers, buffer_reservation):
-        monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
-        monkeypatch.setattr(module, "READER_BUFFERS", 3)
+    monkeypatch.setattr(transfers, "READER_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(transfers, "READER_BUFFERS", 3)
 
 
 def frozen_model():

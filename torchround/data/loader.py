@@ -178,7 +178,7 @@ class Loader(Iterator[MicroBatch]):
         check_first_records(self._data, self._sources, self._tokenizer)
 
     def num_left(self, state: dict[str, Any] | None, advance: Callable[[], object]) -> int:
-        """Count the batches after a saved position, or all, by reading them. Leaves the position. Raises `DataError`."""
+        """Count the batches after a saved position, or all, by reading them. The loader stays where it is. Raises `DataError`."""
         beginning, level, count = self.state_dict(), reader_logger.level, 0
         reader_logger.setLevel(logging.ERROR)  # the run warns of the same bad records
         try:
@@ -398,18 +398,18 @@ def check_first_records(data: DataTable, sources: Sequence[Source], tokenizer: T
                 content = ""
             # A document that is empty is neither good nor bad.
             has_good |= len(content) > 0
+            # Other records are looked at until one is good, text for something to warn of.
+            is_enough = has_good
             if isinstance(content, str) and not table.special_tokens:
-                ends = _warns(table, tokenizer, document, content)
-            else:
-                ends = has_good
-            if ends or (len(errors) >= most_bad and not has_good):
+                is_enough = _has_warned(table, tokenizer, document, content)
+            if is_enough or (len(errors) >= most_bad and not has_good):
                 break
         if errors and not has_good:
             raise DataError(f"source {table.path!r}: {errors[0]}")
 
 
-def _warns(table: SourceTable, tokenizer: Tokenizer, document: Document, text: str) -> bool:
-    """Warn if a text looks like records, or holds the name of a special token. Say whether it does."""
+def _has_warned(table: SourceTable, tokenizer: Tokenizer, document: Document, text: str) -> bool:
+    """Warn if a text looks like records, or holds the name of a special token. Returns whether it does."""
     if document.record is None and table.format == "auto" and text.startswith("{"):
         with suppress(ValueError, RecursionError):
             if all(isinstance(json.loads(line), dict) for line in text.split("\n", 2)[:2] if line):

@@ -202,7 +202,8 @@ class Board:
             waker.set()
 
     def note_progress(self) -> None:
-        """Let the watchdog see movement although nothing is posted."""
+        """Let the watchdog see movement although nothing is posted. Raises `Stopped`."""
+        self.raise_if_stopped()
         with self._lock:
             self.moves += 1
 
@@ -240,18 +241,15 @@ class Queue(Generic[T]):
     def peek(self) -> T | None:
         """Return the next job and leave it there. None if `take` would have to wait."""
         if not self._jobs and self._batches[0].happened:
-            self._open_batch()
+            self._jobs.appendleft(self.take())
         return self._jobs[0] if self._jobs else None
 
     def take(self, words: object = None) -> T:
         if not self._jobs:
-            self._open_batch(words)
+            jobs = self._board.wait(self._batches[0], words)
+            self._jobs.extend(jobs)
+            self._batches.popleft()
         return self._jobs.popleft()
-
-    def _open_batch(self, words: object = None) -> None:
-        jobs = self._board.wait(self._batches[0], words)
-        self._jobs.extend(jobs)
-        self._batches.popleft()
 
 
 class LayerGate:
@@ -316,6 +314,7 @@ class LayerGate:
 LAYER_GATE = LayerGate()
 
 
+@dataclass
 class Watchdog:
     """The waits of the caller's thread, which looks meanwhile whether anything moves. A hang is the engine's fault.
 
@@ -324,63 +323,55 @@ class Watchdog:
     `others` are the engine's threads besides those of `workers`.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        workers: "Sequence[DeviceWorker]",
-        others: Sequence[threading.Thread],
-        timeout_s: float,
-    ) -> None:
-        self._board = board
-        self._workers = workers
-        self._others = others
-        self._timeout_s = timeout_s
-        self._last_moves = -1
-        self._looks = 0
+    board: Board
+    workers: "Sequence[DeviceWorker]"
+    others: Sequence[threading.Thread]
+    timeout_s: float
+    _last_moves: int = field(default=-1, init=False)
+    _looks: int = field(default=0, init=False)
 
     def wait_for(self, flag: Flag, words: object = None) -> None:
         # No count of moves is negative, so the first look finds movement and begins to count afresh.
         self._last_moves = -1
-        self._board.wait_for(flag, words or flag, self._look, self._timeout_s / LOOKS)
+        self.board.wait_for(flag, words or flag, self._look, self.timeout_s / LOOKS)
 
     def synchronize(self, event: Event, words: object) -> None:
         """Wait until a device has done what `words` name. Raises `Stopped` after a hang, or if the device has failed."""
         self._last_moves = -1
         # Asked again and again instead of `event.synchronize()`, which would not return after a hang.
-        nap_s, next_look_s = 1e-5, time.monotonic() + self._timeout_s / LOOKS
+        nap_s, next_look_s = 1e-5, time.monotonic() + self.timeout_s / LOOKS
         try:
-            with (
-                nullcontext() if event.query() else self._board.waits(f"waits for a device to finish {words}")
-            ):
-                while not event.query():
-                    self._board.raise_if_stopped()
-                    time.sleep(nap_s)
-                    nap_s = min(2 * nap_s, LONGEST_NAP_S)
-                    if time.monotonic() >= next_look_s:
-                        self._look()
-                        next_look_s = time.monotonic() + self._timeout_s / LOOKS
-                event.synchronize()
+            if not event.query():
+                with self.board.waits(f"waits for a device to finish {words}"):
+                    while not event.query():
+                        self.board.raise_if_stopped()
+                        time.sleep(nap_s)
+                        nap_s = min(2 * nap_s, LONGEST_NAP_S)
+                        if time.monotonic() >= next_look_s:
+                            self._look()
+                            next_look_s = time.monotonic() + self.timeout_s / LOOKS
+            event.synchronize()
         except RuntimeError as error:
-            self._board.fail(PipelineError.of(error, FaultLocation("controller")))
+            self.board.fail(PipelineError.of(error, FaultLocation("controller")))
             raise Stopped from error
 
     def _look(self) -> None:
-        moves = self._board.moves + sum(worker.device.moves() for worker in self._workers)
+        moves = self.board.moves + sum(worker.device.moves() for worker in self.workers)
         is_still = moves == self._last_moves and not LAYER_GATE.compiles
         self._looks = self._looks + 1 if is_still else 0
         self._last_moves = moves
         if self._looks == LOOKS:
-            self._board.fail(HangError(self._timeout_s, self._report()))
+            self.board.fail(HangError(self.timeout_s, self._report()))
 
     def _report(self) -> list[str]:
-        waiting = self._board.waiting()
+        waiting = self.board.waiting()
         caller = threading.current_thread()
         lines = [f"{caller.name} (the call in progress): {waiting.get(caller.name, 'looks around')}"]
-        for worker in self._workers:
+        for worker in self.workers:
             doing = _doing(worker.thread, waiting)
             lines.append(f"{worker.thread.name}: in {worker.device.location}: {doing}")
             lines += [f"  its {stream.value} queue {what}" for stream, what in worker.device.unfinished()]
-        return lines + [f"{thread.name}: {_doing(thread, waiting)}" for thread in self._others]
+        return lines + [f"{thread.name}: {_doing(thread, waiting)}" for thread in self.others]
 
 
 def _doing(thread: threading.Thread, waiting: dict[str, str]) -> str:

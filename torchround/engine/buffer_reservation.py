@@ -6,14 +6,11 @@ that they had not taken before. `planning/host_buffers.py` counts for the worst 
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 
 import torch
 
-from torchround.engine.device import Device
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import Packing
@@ -21,13 +18,10 @@ from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.planning.host_buffers import (
     LOSS_BYTES,
     HeldPass,
-    forward_inputs,
-    kept_cuts,
     most_buffers,
     whole_pages,
 )
 from torchround.planning.keep_rule import kept_whole
-from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.partition import KeptNames
 
 logger = logging.getLogger(__name__)
@@ -88,9 +82,10 @@ class ValueSizes:
 
     def buffer_for_kept(self, layer: int, shape: torch.Size, recorded: Packing) -> int | None:
         """Choose the bytes of the buffer for what a layer has recorded; None if it is to be recomputed."""
-        counted_bytes, declares = self.kept(layer, shape), hasattr(self._model.layers[layer], "work")
-        if recorded.tensors and (not declares or recorded.nbytes <= counted_bytes):
-            return counted_bytes if declares else recorded.nbytes
+        declares = hasattr(self._model.layers[layer], "work")
+        counted_bytes = self.kept(layer, shape) if declares else recorded.nbytes
+        if recorded.tensors and recorded.nbytes <= counted_bytes:
+            return counted_bytes
         if (counted_bytes or recorded.nbytes or not declares) and not self._has_warned:
             self._has_warned = True
             named = f"it was to keep {', '.join(self.kept_names[layer])}"  # a layer that counts nothing
@@ -119,37 +114,21 @@ class PassShape(HeldPass):
     def shapes(self) -> tuple[torch.Size, ...]:
         return tuple(chain(*self.rounds))
 
-    @property
-    def cuts(self) -> frozenset[int]:
-        """The layers whose input is on the host at some time."""
-        return forward_inputs(self.stages) | kept_cuts(self.stages, self.stale_layers)
 
-
+@dataclass(eq=False)
 class BufferReservation:
     """The host buffers that a store and each pass need, reserved in the pool before they are used."""
 
-    def __init__(
-        self,
-        sizes: ValueSizes,
-        store: HostStore,
-        pool: HostPool,
-        devices: Sequence[Device],
-        for_gradients: Counter[int],
-        accumulates: bool = False,
-    ) -> None:
-        self._values = sizes
-        self.store = store
-        self.pool = pool
-        self._num_devices = len(devices)
-        self._accumulates = accumulates
-        self._always = for_gradients.copy()
-        # The rings through which weights in files go up to devices that need page-locked memory.
-        if any(bundle.mapped for bundle in store.bundles):
-            self._always[READER_BUFFER_BYTES] += READER_BUFFERS * sum(dev.pins_host_memory for dev in devices)
-        trained = (layer for bundle in store.trained for layer in bundle.layers)
-        self._frozen_layers = min(trained, default=sizes.num_layers)  # at the start of the model
+    values: ValueSizes
+    store: HostStore
+    pool: HostPool
+    num_devices: int
+    accumulates: bool
+
+    def __post_init__(self) -> None:
+        trained = (layer for bundle in self.store.trained for layer in bundle.layers)
+        self._frozen_layers = min(trained, default=self.values.num_layers)  # at the start of the model
         self._reserved: set[tuple[PassShape, PassShape, bool, int]] = set()
-        pool.reserve(self._always)
 
     def reserve_for(self, this: PassShape, before: PassShape | None) -> bool:
         """Reserve the buffers of a pass and the previous one, which may be under way together. Returns False if that is done.
@@ -160,12 +139,12 @@ class BufferReservation:
         # The second pass is reserved for here: otherwise it would page-lock memory in the middle of a run.
         if before is None or not before.rounds:
             # Another call of the same step does not even wait for an update, so it runs further ahead.
-            before, this = this, replace(this, step=this.step + (not self._accumulates))
+            before, this = this, replace(this, step=this.step + (not self.accumulates))
         # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
         newest = self.store.mode.version_read(this.step) if this.training else this.step
         overlaps = not before.training or newest - (self.store.stale_layers > 0) <= before.step
         # Steps of a run have few shapes, so this is a look-up for most passes.
-        key = this, before, overlaps, self._values.measured
+        key = this, before, overlaps, self.values.measured
         if key in self._reserved:
             return False
         # Stages of frozen layers at the start read no weights that are ever updated.
@@ -174,18 +153,18 @@ class BufferReservation:
         # In whole pages: two boundaries of about a size can use one buffer in turn.
         needed = most_buffers(
             passes,
-            self._num_devices,
-            lambda cut, shape: whole_pages(self._values.boundary(cut, shape)),
-            lambda layer, shape: whole_pages(self._values.kept(layer, shape)),
+            self.num_devices,
+            lambda cut, shape: whole_pages(self.values.boundary(cut, shape)),
+            lambda layer, shape: whole_pages(self.values.kept(layer, shape)),
         )
         # All integers, losses and outputs of a pass are on the host at once.
         for held in passes:
             needed.update(held.integer_bytes)
             needed[LOSS_BYTES] += len(held.shapes)
             if held.gives_outputs:
-                outputs = (self._values.boundary(self._values.num_layers, shape) for shape in held.shapes)
+                outputs = (self.values.boundary(self.values.num_layers, shape) for shape in held.shapes)
                 needed.update(map(whole_pages, outputs))
         del needed[0]
-        self.pool.reserve(needed + self._always)
+        self.pool.reserve(needed)
         self._reserved.add(key)
         return True

@@ -141,8 +141,7 @@ class LayerKind:
             loss_factor=None,  # another number in each step, and of no use to compiled code
         )
         tensors = [*parameters, *inputs]
-        shape = self.shapes.get(key)
-        if shape is None and key[:-1] not in self._failed:
+        if key not in self.shapes and key[:-1] not in self._failed:
             with LAYER_GATE.closed(board):
                 # Looked up again: another worker may have compiled it while this one waited.
                 if key not in self.shapes and key[:-1] not in self._failed:
@@ -152,7 +151,7 @@ class LayerKind:
                     wants = [differentiates and wanted for wanted in [*self._trained, *floating]]
                     new = CompiledShape(function, wants, self._compiler)
                     self._compile(key, new, micro_batch, tensors)
-                shape = self.shapes.get(key)
+        shape = self.shapes.get(key)
         return None if shape is None else shape(micro_batch, tensors)
 
     def _compile(

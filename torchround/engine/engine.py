@@ -9,6 +9,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -90,7 +91,7 @@ class Engine:
         store.observer = board.observer
         self.pool = HostPool(any(device.pins_host_memory for device in devices), board.observer)
         self._saves: list[Save[Any]] = []
-        self._exchange = exchange = StepExchange(store, board, self.pool, machines, self._is_in_a_step)
+        self._exchange = exchange = StepExchange(store, board, self.pool, machines)
         # Before anything is allocated on devices: it may refuse the optimizer.
         self._updater = Updater(store, board, self.pool, optimizer, settings, len(devices), exchange)
         saver = Worker("torchround saver", "saver", board, saves=True)
@@ -99,16 +100,15 @@ class Engine:
         kind, compiler = self.devices[0].torch_device.type, settings.compiler
         sizes = ValueSizes(model, settings.kept, store.dtype.itemsize, kind, compiler is not None)
         setup = WorkerSetup(store, board, self.pool, model, sizes, partition, queues, settings)
-        self._reservation = BufferReservation(
-            sizes, store, self.pool, self.devices, exchange.landing_buffers, settings.accumulates
-        )
+        self._reservation = BufferReservation(sizes, store, self.pool, len(devices), settings.accumulates)
         self._workers = [DeviceWorker(index, device, setup) for index, device in enumerate(self.devices)]
-        others = [worker.thread for worker in (saver, self._updater, *exchange.workers)]
+        self._step_workers = self._updater, *exchange.workers
+        others = [worker.thread for worker in (saver, *self._step_workers)]
         others += [worker.reader.thread for worker in self._workers if worker.reader is not None]
         self._threads = [*(worker.thread for worker in self._workers), *others]
         self._watchdog = Watchdog(board, self._workers, others, settings.hang_timeout_s)
         self._under_way: deque[StepResult] = deque()  # the results of the newest passes
-        self._num_passes = 0
+        self._numbers = itertools.count()  # of passes
         self._updated = Value[UpdateReport](UPDATED, store.step)  # of the newest step
         self._is_stopped = False
         self._stop_lock = threading.Lock()
@@ -119,7 +119,9 @@ class Engine:
             self._stop()  # gives back what was allocated on the devices that had room
             raise
         choose_kernels()
-        exchange.start()
+        board.on_fault = exchange.fail
+        if machines is not None:
+            machines.on_fault(exchange.failed)
         atexit.register(self._stop_at_exit, os.getpid())
         for thread in self._threads:
             thread.start()
@@ -156,8 +158,7 @@ class Engine:
                 num_batches, num_rounds = len(share.micro_batches), len(share.rounds)
                 tasks = step_tasks(self.partition, num_batches, num_rounds, num_devices, slot)
                 tasks = self._program.make_way(tasks)
-            pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
-            return self._begin(pass_, tasks, self._program.training_pass(pass_, tasks))
+            return self._dispatch(micro_batches, tasks, share=share, num_labels=num_labels)
 
     def step(self, lr: float | None = None) -> None:
         """Hand the update with the gradients of `forward_backward` to the optimizer worker. Does not wait.
@@ -193,9 +194,7 @@ class Engine:
             stages = self.forward_stages if gives_outputs else None
             num_devices, slot = len(self.devices), self._program.next_slot
             tasks = evaluation_tasks(self.partition, max(len(batches), 1), num_devices, slot, stages)
-            pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
-            self._program.evaluation(pass_, tasks)
-            return self._begin(pass_, tasks)
+            return self._dispatch(batches, tasks, gives_outputs=gives_outputs)
 
     def save(self, write: Callable[[Save[T]], T]) -> Save[T]:
         """Save the store as it is after the last dispatched step: calls `write` on the saver's thread. Does not wait.
@@ -220,7 +219,7 @@ class Engine:
             self._program.hand_out(with_deferred=True)
             for result in self._under_way:
                 result.wait()
-            for worker in (self._updater, *self._exchange.workers):
+            for worker in self._step_workers:
                 if worker.last is not None:
                     self._watchdog.wait_for(worker.last)
 
@@ -255,7 +254,7 @@ class Engine:
         with self._call():
             task = self._program.rewrite()
             for access in task.accesses:
-                access.begin(self._board, lambda earlier: earlier.wait(self._watchdog))
+                access.begin(self._watchdog)
             return task
 
     def _end_rewrite(self, task: Task, shares: bool = True) -> None:
@@ -310,7 +309,7 @@ class Engine:
             elif result.end is not None:
                 self._wait_for(result.end)
 
-    def _make_pass(
+    def _dispatch(
         self,
         batches: Sequence[Batch],
         tasks: list[StageTask],
@@ -318,8 +317,8 @@ class Engine:
         share: StepShare | None = None,
         num_labels: int | None = None,
         gives_outputs: bool = False,
-    ) -> Pass:
-        """Make the next pass, with all that it needs reserved and in the pool. Only a training pass has a `share`."""
+    ) -> StepResult:
+        """Hand out the next pass, with all that it needs reserved and in the pool. Only a training pass has a `share`."""
         step = self._program.next_step
         if tasks:  # otherwise this machine has no part in the step
             for index, batch in enumerate(batches):
@@ -361,10 +360,8 @@ class Engine:
             self._board.observer.touched(reads=(), writes=[buffer.memory])
             fill(packing.views(buffer.memory), batch.tensors())
             on_host.append(HostTensors(buffer, packing, PASSED, len(readers), batch.rebuild()))
-        self._num_passes += 1
-        return Pass(self._num_passes - 1, shape, self.store, num_labels, on_host, share, self._updated)
-
-    def _begin(self, pass_: Pass, tasks: list[StageTask], end: Task | None = None) -> StepResult:
+        pass_ = Pass(next(self._numbers), shape, self.store, num_labels, on_host, share, self._updated)
+        end = self._program.add(pass_, tasks)
         self._program.hand_out()
         self._under_way.append(StepResult(pass_, tasks, self.pool, self._wait_for, end))
         return self._under_way[-1]
@@ -381,10 +378,6 @@ class Engine:
             self._watchdog.wait_for(flag, words)
             if isinstance(flag, Value) and isinstance(flag.content, HostTensors):
                 self._watchdog.synchronize(flag.content.landed, words or flag)
-
-    def _is_in_a_step(self) -> bool:
-        idle = all(worker.is_idle for worker in (self._updater, *self._exchange.workers))
-        return self._program.open_pass is not None or not idle
 
     # Faults, and the end.
 
@@ -418,7 +411,9 @@ class Engine:
             self._is_stopped = True
         atexit.unregister(self._stop_at_exit)
         self._board.stop()  # every thread unwinds at its next wait
-        self._exchange.stop(self._board.failure)
+        # In the middle of a step.
+        if self._program.open_pass is not None or not all(worker.is_idle for worker in self._step_workers):
+            self._exchange.stop(self._board.failure)
         busy = self._end_threads()
         failure = self._board.failure
         # In `bounded`, or if an update is stuck.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torchround.errors import EngineError as EngineError  # noqa: PLC0414  (callers of the engine look here)
 from torchround.errors import EngineUsageError as EngineUsageError  # noqa: PLC0414
-from torchround.planning.memory import size_text
 
 
 class DeviceMemoryError(EngineError):
@@ -14,12 +13,6 @@ class DeviceMemoryError(EngineError):
 
 class HostMemoryError(EngineError):
     """The system refused host memory that the plan counted as free."""
-
-    def __init__(self, nbytes: int, details: str) -> None:
-        super().__init__(
-            f"the system refused {size_text(nbytes)} of host memory{details}. Lower engine.host_memory_gib, free memory, or "
-            "raise the limit of the process (ulimit -v; vm.overcommit_memory)"
-        )
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ send to each peer and receive weights from it, because they spend their time wai
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
 
@@ -31,32 +31,29 @@ from torchround.planning.host_buffers import whole_pages
 from torchround.planning.machine_shares import ring_places
 
 
+@dataclass(eq=False, repr=False)
 class StepExchange:
-    """The exchange of one machine, which is alone if it has no `group`. `is_in_a_step` tells whether a step is under way.
+    """The exchange of one machine, which is alone if it has no `group`.
 
-    `landings` are the memory in which parts of gradients land, by bundle and use of it, and `landing_buffers` count the
-    pool's buffers for them. `gradients_to`, `weights_to` and `weights_from` are the workers for each peer.
+    `landings` are the memory in which parts of gradients land, by bundle and use of it. `gradients_to`, `weights_to` and
+    `weights_from` are the workers for each peer.
     """
 
-    def __init__(
-        self,
-        store: HostStore,
-        board: Board,
-        pool: HostPool,
-        group: MachineGroup | None,
-        is_in_a_step: Callable[[], bool],
-    ) -> None:
+    store: HostStore
+    board: Board
+    pool: HostPool
+    group: MachineGroup | None
+
+    def __post_init__(self) -> None:
+        store, group = self.store, self.group
         this = Ownership(0, 1) if group is None else Ownership(group.rank, group.size)
         if store.ownership != this:
             raise EngineUsageError(f"the host store is of {store.ownership}, this is {this}")
-        self.landing_buffers, self.landings = _make_landings(store, pool)
+        self.landings = _make_landings(store, self.pool)
         self.waited_s = 0.0  # by the optimizer's thread
-        self._store, self._board = store, board
-        self._group = group
-        self._is_in_a_step = is_in_a_step
 
         def worker(name: str) -> Worker:
-            return Worker(f"torchround {name}", name, board, self.failed)
+            return Worker(f"torchround {name}", name, self.board, self.failed)
 
         self.peers: Sequence[int] = () if group is None else group.peers
         # A peer that owns nothing gets no gradients and sends no weights.
@@ -66,11 +63,6 @@ class StepExchange:
         self.weights_from = {peer: worker(f"weights from machine {peer}") for peer in owners}
         each = self.gradients_to, self.weights_to, self.weights_from
         self.workers = [worker for by_peer in each for worker in by_peer.values()]
-
-    def start(self) -> None:
-        self._board.on_fault = self.fail
-        if self._group is not None:
-            self._group.on_fault(self.failed)
 
     # Gradients.
 
@@ -85,31 +77,31 @@ class StepExchange:
             for index, source in enumerate(sources):
                 self.add(bundle, step, parts[index : index + 1], [source])
             return
-        gradient = bundle.gradient
-        assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-        length = links.CHUNK_BYTES // self._store.dtype.itemsize
+        length = links.CHUNK_BYTES // self.store.dtype.itemsize
         streams = [
             self._landed(bundle, source).split(length)
             if isinstance(source, Buffer)
             else self._arriving_chunks(bundle, step, part, source)
             for part, source in zip(parts, sources, strict=True)
         ]
-        for target, chunks in zip(gradient.split(length), zip(*streams, strict=True), strict=True):
+        for target, chunks in zip(
+            bundle.whole_gradient.split(length), zip(*streams, strict=True), strict=True
+        ):
             # Every next chunk is on its way while this one is added.
             for part, values in zip(parts, chunks, strict=True):
-                self._board.observer.touched(reads=[values], writes=[target])
+                self.board.observer.touched(reads=[values], writes=[target])
                 if part == 0:
                     target.copy_(values)  # what the buffer held before is the previous step's
                 else:
                     target.add_(values)
 
     def _landed(self, bundle: Bundle, place: Buffer) -> Tensor:
-        values: Tensor = place.content.memory.view(self._store.dtype)
+        values: Tensor = place.content.memory.view(self.store.dtype)
         return values[: bundle.numel]
 
     def _arriving_chunks(self, bundle: Bundle, step: int, part: int, maker: int) -> Iterator[Tensor]:
         what = self._part(bundle, step, part)
-        chunks = self._machines.link(maker, Purpose.GRADIENTS).chunks(bundle.numel, self._store.dtype, what)
+        chunks = self._machines.link(maker, Purpose.GRADIENTS).chunks(bundle.numel, self.store.dtype, what)
         while True:
             with self._waits(f"{what} from {self._name(maker)}", is_update=True):
                 _, values = next(chunks, (0, None))
@@ -123,21 +115,21 @@ class StepExchange:
             self._send(bundle.owner, Purpose.GRADIENTS, self._landed(bundle, place), what)
 
     def all_losses(self, pass_: Pass, own: Sequence[float]) -> Sequence[float]:
-        if self._group is None:
+        if self.group is None:
             return own
         share, what = pass_.share, f"the losses of step {pass_.step}"
         assert share is not None, f"step {pass_.step} was dispatched without a share"
         [gathered] = self.gather([dict(zip(share.micro_batches, own, strict=True))], what)
         sums = [gathered[index] for index in range(share.total_micro_batches)]
-        self._board.post(pass_.sums, sums)
+        self.board.post(pass_.sums, sums)
         return sums
 
     def gather(self, own: Sequence[dict[int, float]], what: str) -> Sequence[dict[int, float]]:
         """Gather the numbers of all machines, as exact doubles."""
-        if self._group is None:
+        if self.group is None:
             return own
         with self._waits(f"{what} from all machines", is_update=True):
-            gathered = self._group.channel("steps").gather([sorted(each.items()) for each in own], what)
+            gathered = self.group.channel("steps").gather([sorted(each.items()) for each in own], what)
         return [dict(chain(*alike)) for alike in zip(*gathered, strict=True)]
 
     # Weights.
@@ -149,28 +141,27 @@ class StepExchange:
         what = self._weights(bundle, version)
         with self._waits(f"{what} from {self._name(bundle.owner)}"):
             link = self._machines.link(bundle.owner, Purpose.WEIGHTS)
-            self._store.receive(bundle, version, partial(link.receive, what=what))
+            self.store.receive(bundle, version, partial(link.receive, what=what))
 
     def _send(self, peer: int, purpose: Purpose, data: Tensor, what: str) -> None:
         with self._waits(f"{self._name(peer)} to take {what}"):
-            self._board.observer.touched(reads=[data], writes=())
+            self.board.observer.touched(reads=[data], writes=())
             self._machines.link(peer, purpose).send(data, what)
 
     @contextmanager
     def _waits(self, what: str, is_update: bool = False) -> Iterator[None]:
         """Wait for another machine within the block; `is_update` says that the optimizer's thread does. Raises `Stopped`."""
-        self._board.raise_if_stopped()
+        self.board.note_progress()
         begin_s = time.perf_counter()
-        with self._board.waits(f"waits for {what}"):
+        with self.board.waits(f"waits for {what}"):
             yield
         if is_update:
             self.waited_s += time.perf_counter() - begin_s
-        self._board.note_progress()
 
     @property
     def _machines(self) -> MachineGroup:
-        assert self._group is not None, "one machine exchanges nothing"
-        return self._group
+        assert self.group is not None, "one machine exchanges nothing"
+        return self.group
 
     def _name(self, machine: int) -> str:
         return str(self._machines.machines[machine])
@@ -186,7 +177,7 @@ class StepExchange:
     def failed(self, error: BaseException, location: FaultLocation | None = None) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
         location = location or FaultLocation("exchange")
-        self._board.fail(self.located(error) or PipelineError.of(error, location))
+        self.board.fail(self.located(error) or PipelineError.of(error, location))
 
     def located(self, error: BaseException) -> PipelineError | None:
         """Make the engine's fault of another machine's, None of any other error."""
@@ -200,23 +191,23 @@ class StepExchange:
     def fail(self, failure: PipelineError) -> None:
         """Tell the other machines of a fault of this one. Each learns of another one's fault by itself."""
         # What each thread waits for stays here.
-        if self._group is not None and not isinstance(failure.__cause__, MachineError):
-            self._group.fail(str(failure).splitlines()[0])
+        if self.group is not None and not isinstance(failure.__cause__, MachineError):
+            self.group.fail(str(failure).splitlines()[0])
 
     def stop(self, failure: PipelineError | None) -> None:
         """Wake the threads that wait for other machines. The engine's board has stopped, because of `failure` if any.
 
-        Only an abort wakes a thread inside gloo. Between steps there is none, and the group lives on.
+        Only an abort wakes a thread inside gloo. Call this within a step: between steps there is none, and the group lives on.
         """
-        if self._group is None or not self._is_in_a_step():
+        if self.group is None:
             return
         if failure is None:
-            self._group.fail("it stopped in the middle of a step")
-        self._group.abort()
+            self.group.fail("it stopped in the middle of a step")
+        self.group.abort()
 
 
-def _make_landings(store: HostStore, pool: HostPool) -> tuple[Counter[int], dict[tuple[int, int], Buffer]]:
-    """Take the host memory in which parts of gradients land before they are added up or sent. Counts the buffers too.
+def _make_landings(store: HostStore, pool: HostPool) -> dict[tuple[int, int], Buffer]:
+    """Take the host memory in which parts of gradients land before they are added up or sent.
 
     On one machine each use of a bundle has a buffer, and so have shared bundles of several machines. Others would hold a
     whole round of gradients in that way, because the network may be far behind the devices. So those of one size land in a
@@ -228,15 +219,14 @@ def _make_landings(store: HostStore, pool: HostPool) -> tuple[Counter[int], dict
     in_turn = [bundle.index for bundle in summed if len(bundle.layers) == 1 and not is_alone]
     apart = [(b.index, use) for b in summed if b.index not in in_turn for use in range(len(b.layers))]
     ring = ring_places([sizes[index] for index in in_turn])
-    counts = ring + Counter(sizes[index] for index, _ in apart)
-    pool.reserve(counts)
+    memory = iter(pool.lend([*(sizes[index] for index, _ in apart), *ring.elements()]))
     names = {bundle.index: bundle.name for bundle in summed}
-    landings = {(i, use): Buffer(PART, names[i], pool.take(sizes[i])) for i, use in apart}
+    landings = {(i, use): Buffer(PART, names[i], next(memory)) for i, use in apart}
     rings = {
-        nbytes: cycle([Buffer(PART, content=pool.take(nbytes)) for _ in range(count)])
+        nbytes: cycle([Buffer(PART, content=next(memory)) for _ in range(count)])
         for nbytes, count in ring.items()
     }
-    return counts, landings | {(index, 0): next(rings[sizes[index]]) for index in in_turn}
+    return landings | {(index, 0): next(rings[sizes[index]]) for index in in_turn}
 
 
 # Before the first step.

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
@@ -71,6 +71,7 @@ class HostTensors:
         return copies
 
 
+@dataclass(eq=False, repr=False)
 class Pass:
     """The facts that all stage jobs of a pass share, and the values that they make. These go with the pass.
 
@@ -80,24 +81,20 @@ class Pass:
     backward stages. The `results` are losses, or what the last layer returns in a pass that `gives_outputs`.
     """
 
-    def __init__(
-        self,
-        index: int,
-        shape: PassShape,
-        store: HostStore,
-        num_labels: int,
-        micro_batches: Sequence[HostTensors],
-        share: StepShare | None,
-        updated: Value[UpdateReport],
-    ) -> None:
-        self.shape, self.step, self.training = shape, shape.step, shape.training
+    index: InitVar[int]
+    shape: PassShape
+    store: InitVar[HostStore]
+    num_labels: int
+    micro_batches: Sequence[HostTensors]
+    share: StepShare | None
+    updated: Value[UpdateReport]
+
+    def __post_init__(self, index: int, store: HostStore) -> None:
+        shape, self.step, self.training = self.shape, self.shape.step, self.shape.training
         self.gives_outputs, self.stale_layers = shape.gives_outputs, shape.stale_layers
-        self.num_labels = num_labels
-        self.micro_batches = micro_batches
-        self.share = share
         self.version = store.mode.version_read(self.step) if self.training else self.step
         loss_scale = store.loss_scaling.scale_of(self.step) if self.training else 1.0
-        self.loss_factor = loss_scale / max(num_labels, 1)
+        self.loss_factor = loss_scale / max(self.num_labels, 1)
         self.forward_inputs = forward_inputs(shape.stages)
         self.backward_inputs = kept_cuts(shape.stages, shape.stale_layers)
         # By layer and micro-batch. What a layer keeps is None if the layer is to be recomputed.
@@ -105,10 +102,9 @@ class Pass:
         self.boundary_gradients = Values[HostTensors](BOUNDARY_GRADIENT, index)
         self.kept = Values[HostTensors | None](KEPT, index)
         kind = OUTPUT if self.gives_outputs else LOSS
-        self.results = [Value[HostTensors](kind, index, m) for m in range(len(micro_batches))]
+        self.results = [Value[HostTensors](kind, index, m) for m in range(len(self.micro_batches))]
         self.reports = Values[StageReport](STAGE_ENQUEUED)  # by slot
         self.sums = Value[Sequence[float]](SUMS, index)  # if there are several machines
-        self.updated = updated
 
     def version_read(self, bundle: Bundle, layer: int, task: StageTask) -> int:
         """Choose a version: in a step's first round, forwards of the first `stale_layers` layers read the one before."""
@@ -145,6 +141,7 @@ class StageJob:
 DeviceJob = PassShape | StageJob | DirectionJob
 
 
+@dataclass(eq=False, repr=False)
 class StepResult:
     """The result of a dispatched pass: its loss, what its devices measured and, for a training step, its update.
 
@@ -152,21 +149,17 @@ class StepResult:
     it needs. After the task `end` of a training pass its gradients and losses are in the sums of the step.
     """
 
-    def __init__(
-        self,
-        pass_: Pass,
-        tasks: list[StageTask],
-        pool: HostPool,
-        wait_for: Callable[[Flag], None],
-        end: Task | None = None,
-    ) -> None:
+    pass_: InitVar[Pass]
+    tasks: InitVar[list[StageTask]]
+    pool: HostPool
+    wait_for: Callable[[Flag], None]
+    end: Task | None = None
+
+    def __post_init__(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # Without the pass: the caller may keep results for long, and its other values are in the engine's pool.
         self.step = pass_.step
         self.num_labels = pass_.num_labels
         self.shape = pass_.shape
-        self.pool = pool
-        self._wait_for = wait_for
-        self.end = end
         self._results = pass_.results
         self._all_sums = pass_.sums if pass_.share is not None and pass_.share.num_machines > 1 else None
         self._enqueued = [pass_.reports[task.slot] for task in tasks]
@@ -175,7 +168,7 @@ class StepResult:
         self._reports: list[StageReport] | None = None
 
     def _wait(self, value: Value[T]) -> T:
-        self._wait_for(value)
+        self.wait_for(value)
         return value.content
 
     def loss(self) -> float:

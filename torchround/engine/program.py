@@ -25,11 +25,10 @@ State includes the fp32 weights. The section "Tasks that write weights" declares
 What the other tasks do is in `worker/device_worker.py`, `update.py`, `exchange.py` (peers) and `saver.py`.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from torchround.engine import tasks
 from torchround.engine.board import Queue
@@ -42,18 +41,10 @@ from torchround.engine.tasks import Access, Buffer, Task, Worker
 from torchround.engine.update import Decision, Updater
 from torchround.engine.worker.orthogonalise import DirectionJob, directed_bundles
 from torchround.optim.host_optimizer import Hyperparameters
-from torchround.planning.machine_shares import StepShare
 from torchround.planning.partition import StageKind, StageTask, slots_before_late_jobs
 
 
-class _Consumer(NamedTuple):
-    """The task that takes the parts of a bundle's gradient which a round of this machine completes: a sum, or a sending."""
-
-    round: int
-    bundle: Bundle
-    declare: Callable[[], None]
-
-
+@dataclass(eq=False, repr=False)
 class Program:
     """The tasks of an engine, in program order. Only the controller calls this.
 
@@ -61,22 +52,16 @@ class Program:
     the tasks of an update. `open_pass` is the newest call of the step that waits for its `step()`, `rounds` those of its calls.
     """
 
-    def __init__(
-        self,
-        store: HostStore,
-        updater: Updater,
-        saver: Worker,
-        exchange: StepExchange,
-        queues: Sequence[Queue[DeviceJob]],
-        accumulates: bool,
-    ) -> None:
-        self._store = store
-        self._updater = updater
-        self._saver = saver
-        self._exchange = exchange
-        self._queues = queues
-        self._num_devices = len(queues)
-        self._accumulates = accumulates
+    store: HostStore
+    updater: Updater
+    saver: Worker
+    exchange: StepExchange
+    queues: Sequence[Queue[DeviceJob]]
+    accumulates: bool
+
+    def __post_init__(self) -> None:
+        store = self.store
+        self._num_devices = len(self.queues)
         self._updates_by_layer = store.mode.updates_by_layer
         self._directed = directed_bundles(store)
         names = {b.index: b.name for b in store.trained}
@@ -98,92 +83,82 @@ class Program:
         self._host_tasks: defaultdict[Worker, list[Task]] = defaultdict(list)
         self._jobs: list[StageJob | DirectionJob] = []
 
-    # A step's calls.
+    # Passes.
 
-    def training_pass(self, pass_: Pass, stages: Sequence[StageTask]) -> Task:
-        """Declare a call of a step: its stages, and what takes their gradients and losses. Returns the task that ends it."""
-        share, step = pass_.share, pass_.step
-        assert share is not None, f"step {step} was dispatched without a share"
-        self.hand_out_sums()
-        first_slot = self.next_slot
+    def add(self, pass_: Pass, stages: Sequence[StageTask]) -> Task | None:
+        """Declare the stages of a pass. A call of a step has more: what takes their gradients, and the task that ends the call."""
+        share, step, first_slot = pass_.share, pass_.step, self.next_slot
         self.next_slot += len(stages)
-        num_forward, consumers = _num_forward(stages), deque(self._consumers(step, share))
+        if share is None:
+            for stage in stages:
+                self._stage(pass_, stage)
+            return None
+        self.hand_out_sums()
+        num_forward = _num_forward(stages)
         for stage in stages[:num_forward]:
-            self._stage(pass_, stage, consumers)
+            self._stage(pass_, stage)
         # In the program before the first stage that writes gradients, which the deferred update reads. On the
         # devices its direction jobs may come a few stages later.
         self._declare_deferred(first_slot + self._slots_before_deferred(stages))
         if self.rounds == 0:
             self._write_stale(step)
         for stage in stages[num_forward:]:
-            self._stage(pass_, stage, consumers)
-        for consumer in consumers:
-            consumer.declare()
+            self._stage(pass_, stage)
+        # Of the last rounds, which this machine may have no part in.
+        num_rounds = -(-(share.total_rounds - self.rounds) // share.num_machines)
+        for round_ in range(len(share.rounds), num_rounds):
+            for bundle in reversed(self.store.trained):
+                self._take_parts(pass_, bundle, round_)
         self.open_pass, self.rounds = pass_, share.total_rounds
-        return self._emit(self._updater, "the losses", step, partial(self._updater.end_pass, pass_))
+        return self._emit(self.updater, "the losses", step, partial(self.updater.end_pass, pass_))
 
-    def evaluation(self, pass_: Pass, stages: Sequence[StageTask]) -> None:
-        self.next_slot += len(stages)
-        for stage in stages:
-            self._stage(pass_, stage, deque())
-
-    def _stage(self, pass_: Pass, stage: StageTask, consumers: deque[_Consumer]) -> None:
-        """Declare a stage job, and the consumers of the parts of gradients that it completes."""
+    def _stage(self, pass_: Pass, stage: StageTask) -> None:
+        """Declare a stage job, and the tasks that take the parts of gradients that it completes."""
         kind, layers = stage.stage.kind, range(stage.stage.start, stage.stage.stop)
         location = FaultLocation(f"stage slot {stage.slot}", kind.value, self._names(layers))
         task = Task("stage", pass_.step, location)
-        uses = [(layer, b) for layer in layers for b in self._store.layer_bundles(layer) if b.trainable]
+        uses = [(layer, b) for layer in layers for b in self.store.layer_bundles(layer) if b.trainable]
         task.declare([self._weights_of(b, pass_.version_read(b, layer, stage)) for layer, b in uses])
         uploads = {(layer, b.index): access for (layer, b), access in zip(uses, task.accesses, strict=True)}
         parts: dict[tuple[int, int], Access] = {}
-        made: set[int] = set()
-        # In the order in which they land. A part's consumer comes right after it: the next part may land in its memory.
+        # In the order in which they land. What takes a part comes right after it: the next part may land in its memory.
         for layer, bundle in reversed(uses) if pass_.training and kind is not StageKind.FORWARD else ():
             task.declare(writes=[self._landing(bundle, bundle.layers[::-1].index(layer))])
             parts[layer, bundle.index] = task.accesses[-1]
             if layer == bundle.layers[0]:
-                made.add(bundle.index)
-            while consumers and consumers[0].round == stage.round and consumers[0].bundle.index in made:
-                consumers.popleft().declare()
+                self._take_parts(pass_, bundle, stage.round)
         task.accesses = []  # the job has them
         self._jobs.append(StageJob(stage, pass_, uploads, parts))
 
-    def _consumers(self, step: int, share: StepShare) -> Iterator[_Consumer]:
-        """Yield the consumers of the parts of gradients that one round of each machine makes.
+    def _take_parts(self, pass_: Pass, bundle: Bundle, round_: int) -> None:
+        """Declare the task for the parts of a gradient that one round of each machine makes.
 
-        All machines have the same order, from the deepest bundle up, so the earliest parts never wait for later ones.
+        It is the optimizer's, or the sender's to the machine that owns the bundle. All machines have the same order, from the
+        deepest bundle up, so the earliest parts never wait for later ones.
         """
-        machines = self._store.ownership.num_machines
-        for local, first in enumerate(range(self.rounds, share.total_rounds, machines)):
-            last = min(first + machines, share.total_rounds)
-            for bundle in reversed(self._store.trained):
-                parts = range(first * len(bundle.layers), last * len(bundle.layers))
-                declare = partial(self._consume, step, bundle, parts, last == share.total_rounds)
-                yield _Consumer(local, bundle, declare)
-
-    def _consume(self, step: int, bundle: Bundle, parts: range, is_whole: bool) -> None:
-        """Declare the task for parts of a gradient: the optimizer's, or the sender's to the machine that owns the bundle."""
-        uses = len(bundle.layers)
-        # Each machine has made one round of these parts, in the order of their numbers.
-        makers = {part: (part - parts.start) // uses for part in parts}
-        machine = self._store.ownership.machine
-        landed = {part: self._landing(bundle, part % uses) for part in parts if makers[part] == machine}
+        share, step, uses = pass_.share, pass_.step, len(bundle.layers)
+        assert share is not None, f"step {step} was dispatched without a share"
+        first = self.rounds + round_ * share.num_machines
+        last = min(first + share.num_machines, share.total_rounds)
+        parts, is_whole = range(first * uses, last * uses), last == share.total_rounds
+        makers = {part: part // uses - first for part in parts}
+        landed = {p: self._landing(bundle, p % uses) for p in parts if makers[p] == share.machine}
         reads = list(landed.values())
         if not bundle.is_owned:
-            run = partial(self._exchange.send_gradient, bundle, step, landed)
+            run = partial(self.exchange.send_gradient, bundle, step, landed)
             if landed:
-                sender = self._exchange.gradients_to[bundle.owner]
+                sender = self.exchange.gradients_to[bundle.owner]
                 self._emit(sender, "the sending of gradients", step, run, bundle, reads)
             return
         if bundle.adds_up:
             given = [landed.get(part, makers[part]) for part in parts]
-            run = partial(self._exchange.add, bundle, step, parts, given)
+            run = partial(self.exchange.add, bundle, step, parts, given)
             writes, is_held = [self._gradients[bundle.index]], self._updates_by_layer and is_whole
-            task = self._emit(self._updater, "the sum", step, run, bundle, reads, writes, is_held)
+            task = self._emit(self.updater, "the sum", step, run, bundle, reads, writes, is_held)
             if is_held:
                 self._held_sums[bundle.index] = task
         # With several calls only `step` knows which part was the last one.
-        if is_whole and not (self._updates_by_layer or self._accumulates):
+        if is_whole and not (self._updates_by_layer or self.accumulates):
             self._measure(step, bundle)
 
     def _measure(self, step: int, bundle: Bundle) -> None:
@@ -192,13 +167,13 @@ class Program:
         if bundle.index in self._directions:
             reads.append(self._states[bundle.index])
             writes.append(self._directions[bundle.index])
-        run = partial(self._updater.measure, bundle, step)
-        self._emit(self._updater, "the norm", step, run, bundle, reads, writes)
+        run = partial(self.updater.measure_gradient, bundle, step)
+        self._emit(self.updater, "the norm", step, run, bundle, reads, writes)
 
     def hand_out_sums(self) -> None:
         """Let the held sums of a call run although `step` has not come, because a call waits for what they free."""
         for task in self._held_sums.values():
-            self._host_tasks[self._updater].append(task)
+            self._host_tasks[self.updater].append(task)
         self._held_sums = {}
 
     # A step's update.
@@ -208,10 +183,10 @@ class Program:
         pass_ = self.open_pass
         assert pass_ is not None, "a step is updated before its first call"
         decision = Decision(pass_.step, pass_.updated, lr, hyperparameters)
-        if self._accumulates and not self._updates_by_layer:
-            for bundle in reversed(self._store.owned):
+        if self.accumulates and not self._updates_by_layer:
+            for bundle in reversed(self.store.owned):
                 self._measure(pass_.step, bundle)
-        if self._directed and self._store.mode.versions > 1:
+        if self._directed and self.store.mode.versions > 1:
             self._deferred = decision
         else:
             self._update(decision, self.next_slot)
@@ -243,22 +218,22 @@ class Program:
     def save(self, run: Callable[[], object]) -> Task:
         """Declare a save of the store as it is after the declared steps. Its first access is that of the records."""
         reads = [self._records]
-        for bundle in self._store.owned:
+        for bundle in self.store.owned:
             reads += [self._states[bundle.index], *self._weights[bundle.index]]
-        return self._emit(self._saver, "the save", self.next_step, run, reads=reads)
+        return self._emit(self.saver, "the save", self.next_step, run, reads=reads)
 
     # Tasks that write weights.
 
     def _write_stale(self, step: int) -> None:
-        for bundle in filter(self._store.lags, self._store.trained):
+        for bundle in filter(self.store.lags, self.store.trained):
             if bundle.is_owned:
-                run = partial(self._updater.write_stale, bundle, step)
+                run = partial(self.updater.write_stale, bundle, step)
                 reads, writes = [self._states[bundle.index]], [self._weights_of(bundle, step)]
-                self._emit(self._updater, "the stale device weights", step, run, bundle, reads, writes)
+                self._emit(self.updater, "the stale device weights", step, run, bundle, reads, writes)
             self._exchange_weights(bundle, step)
 
     def _update(self, decision: Decision, slot: int) -> None:
-        step, decided, updater = decision.step, Buffer(tasks.DECISION), self._updater
+        step, updater = decision.step, self.updater
         # The bundles are dealt to the devices in turn. A device without one gets an empty job, because it takes every
         # `num_devices`-th slot.
         for first in range(self._num_devices) if self._directed else ():
@@ -270,57 +245,54 @@ class Program:
             self.next_slot += 1
         directions = list(self._directions.values())
         run = partial(updater.decide, decision, directions)
-        self._emit(updater, "the decision", step, run, reads=directions, writes=[self._records, decided])
+        self._emit(
+            updater, "the decision", step, run, reads=directions, writes=[self._records, decision.made]
+        )
         if decision.hyperparameters is not None:  # those of a `HostOptimizer`
-            written = [b[o.index] for o in self._store.owned for b in (self._gradients, self._states)]
+            written = [b[o.index] for o in self.store.owned for b in (self._gradients, self._states)]
             run = partial(updater.step_host_optimizer, decision)
             self._emit(updater, "the optimizer", step, run, writes=[*written, self._records])
         # As the gradients of `bounded` are whole one after the other, otherwise as the next step's forward reads weights.
-        for bundle in self._store.trained[:: -1 if self._updates_by_layer else 1]:
+        for bundle in self.store.trained[:: -1 if self._updates_by_layer else 1]:
             # The next step's forward has to read device weights that lag before they are written.
-            new = [] if self._store.lags(bundle) else [self._weights_of(bundle, step + 1)]
-            # A skipped update copies them.
-            old = [self._weights_of(bundle, step)] if self._store.mode.versions > 1 else []
+            new = [] if self.store.lags(bundle) else [self._weights_of(bundle, step + 1)]
             if bundle.is_owned:
                 if self._updates_by_layer:
                     if bundle.index in self._held_sums:
                         self._host_tasks[updater].append(self._held_sums.pop(bundle.index))
                     self._measure(step, bundle)
-                reads = [self._gradients[bundle.index], *old]
+                reads = [self._gradients[bundle.index], *self._copied_if_skipped(bundle, step)]
                 reads += [self._directions[bundle.index]] if bundle.index in self._directions else []
                 writes = [self._states[bundle.index], *new]
                 run = partial(updater.update, decision, bundle)
                 self._emit(updater, "the update", step, run, bundle, reads, writes)
             if new:
-                self._exchange_weights(bundle, step + 1, decision, [decided], old)
+                self._exchange_weights(bundle, step + 1, decision)
         self._emit(updater, "the end", step, partial(updater.finish, decision), writes=[self._records])
 
     def rewrite(self) -> Task:
         """Declare the rewriting of device weights that are not the fp32 weights. The caller runs it."""
-        step, rewritten = self.next_step, self._store.stale_or_predicted()
-        writes = [self._weights_of(b, step - self._store.lags(b)) for b in rewritten]
+        step, rewritten = self.next_step, self.store.stale_or_predicted()
+        writes = [self._weights_of(b, step - self.store.lags(b)) for b in rewritten]
         # The device weights of before wait there meanwhile.
         writes += [self._gradients[b.index] for b in rewritten if b.is_owned]
         task = Task("the rewriting of device weights", step, FaultLocation("controller"))
         return task.declare([self._states[b.index] for b in rewritten if b.is_owned], writes)
 
     def share_rewritten(self) -> None:
-        for bundle in self._store.stale_or_predicted():
+        for bundle in self.store.stale_or_predicted():
             self._exchange_weights(bundle, self.next_step)
 
-    def _exchange_weights(
-        self,
-        bundle: Bundle,
-        version: int,
-        decision: Decision | None = None,
-        decided: Sequence[Buffer] = (),
-        old: Sequence[Buffer] = (),
-    ) -> None:
+    def _copied_if_skipped(self, bundle: Bundle, step: int) -> list[Buffer]:
+        return [self._weights_of(bundle, step)] if self.store.mode.versions > 1 else []
+
+    def _exchange_weights(self, bundle: Bundle, version: int, decision: Decision | None = None) -> None:
         """Declare what sends a version of device weights to all machines, or receives it from their owner.
 
-        If the `decision` is not to apply, each machine copies the `old` version.
+        If the `decision` is not to apply, each machine copies the version before.
         """
-        exchange, new, step = self._exchange, self._weights_of(bundle, version), version - 1
+        exchange, new, step = self.exchange, self._weights_of(bundle, version), version - 1
+        reads = [] if decision is None else [decision.made]
 
         def send(peer: int) -> None:
             if decision is None or decision.applies:
@@ -330,15 +302,16 @@ class Program:
             if decision is None or decision.applies:
                 exchange.receive_weights(bundle, version)
             else:
-                self._store.copy_version(bundle, step)
+                self.store.copy_version(bundle, step)
 
         if not bundle.is_owned:
             source = exchange.weights_from[bundle.owner]
-            self._emit(source, "the receiving of weights", step, receive, bundle, [*decided, *old], [new])
+            reads += [] if decision is None else self._copied_if_skipped(bundle, step)
+            self._emit(source, "the receiving of weights", step, receive, bundle, reads, [new])
             return
         for peer in exchange.peers:
             sender, run = exchange.weights_to[peer], partial(send, peer)
-            self._emit(sender, "the sending of weights", step, run, bundle, [*decided, new])
+            self._emit(sender, "the sending of weights", step, run, bundle, [*reads, new])
 
     # Memory and workers.
 
@@ -347,7 +320,7 @@ class Program:
         if with_deferred:
             self._declare_deferred(self.next_slot)
         jobs = sorted(self._jobs, key=lambda job: job.slot)
-        for device, queue in enumerate(self._queues):
+        for device, queue in enumerate(self.queues):
             # Together: a device that waited for a direction job would first send off gradients, which land only after it.
             queue.put(*(job for job in jobs if job.slot % self._num_devices == device))
         for worker, declared in self._host_tasks.items():
@@ -359,7 +332,7 @@ class Program:
         return versions[version % len(versions)]
 
     def _landing(self, bundle: Bundle, use: int) -> Buffer:
-        return self._exchange.landings[bundle.index, use] if bundle.adds_up else self._gradients[bundle.index]
+        return self.exchange.landings[bundle.index, use] if bundle.adds_up else self._gradients[bundle.index]
 
     def _emit(
         self,
@@ -380,7 +353,7 @@ class Program:
         return task
 
     def _names(self, layers: Sequence[int]) -> tuple[str, ...]:
-        return tuple(self._store.layer_names[layer] for layer in layers)
+        return tuple(self.store.layer_names[layer] for layer in layers)
 
 
 def _num_forward(stages: Sequence[StageTask]) -> int:

@@ -6,6 +6,7 @@ function has read it. The optimizer's thread cannot do this: it has gradients to
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -18,50 +19,43 @@ from torchround.engine.tasks import Access, Task
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Save(Generic[T]):
     """A save beside training, by `task`. `write(save)` does it, on the saver's thread.
 
     For `write` it is the store after `step` steps, `tensors` and `state`, and a `SaveWatch` (`checkpoint/tensor_file.py`).
     """
 
-    task: Task
-    step: int
-    state: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-    def __init__(
-        self,
-        store: HostStore,
-        board: Board,
-        write: "Callable[[Save[T]], T]",
-        wait: Callable[[Flag, object], None],
-    ) -> None:
-        self._store = store
-        self._board = board
-        self._write = write
-        self._wait = wait
-        self._may_publish = Flag()
-        self._outcome: Future[T] = Future()
-        # By name: the names of the bundle's tensors that are not read yet, and the accesses to its memory.
-        self._unread: dict[str, tuple[set[str], list[Access]]] = {}
+    store: HostStore
+    board: Board
+    write: "Callable[[Save[T]], T]"
+    wait_for: Callable[[Flag, object], None]
+    task: Task = field(init=False)
+    step: int = field(init=False)
+    state: dict[str, Any] = field(init=False)
+    tensors: dict[str, Tensor] = field(init=False)
+    _may_publish: Flag = field(default_factory=Flag, init=False)
+    _outcome: Future[T] = field(default_factory=Future, init=False)
+    # By name: the names of the bundle's tensors that are not read yet, and the accesses to its memory.
+    _unread: dict[str, tuple[set[str], list[Access]]] = field(default_factory=dict, init=False)
 
     def run(self) -> None:
         """Run the save. An error is for the caller of `result`, one before `write` as a `PipelineError`: training continues."""
         is_open = False
         try:
-            self.step, self.state, self.tensors = self.task.step, self._store.resume_state(), {}
+            self.step, self.state, self.tensors = self.task.step, self.store.resume_state(), {}
             # Its accesses, by the tensors that they are for.
             records, *accesses = self.task.accesses
-            records.end(self._board)
-            each = len(accesses) // max(len(self._store.owned), 1)
-            for bundle in self._store.bundles:
-                views = self._store.bundle_views(bundle, self.step)
+            records.end(self.board)
+            each = len(accesses) // max(len(self.store.owned), 1)
+            for bundle in self.store.bundles:
+                views = self.store.bundle_views(bundle, self.step)
                 self.tensors |= views
                 if bundle.trainable and bundle.is_owned:
                     own, accesses = accesses[:each], accesses[each:]
                     self._unread |= dict.fromkeys(views, (set(views), own))
             is_open = True
-            self._outcome.set_result(self._write(self))
+            self._outcome.set_result(self.write(self))
         except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
             self._outcome.set_exception(error if is_open else PipelineError.of(error, self.task.location))
         self.tensors, self._unread = {}, {}  # the caller may keep the save for long
@@ -69,17 +63,16 @@ class Save(Generic[T]):
     # What `write` calls, as a `SaveWatch`.
 
     def raise_if_abandoned(self) -> None:
-        self._board.note_progress()
-        self._board.raise_if_stopped()
+        self.board.note_progress()
 
     def reading(self, tensor: Tensor) -> None:
-        self._board.observer.touched(reads=[tensor], writes=())
+        self.board.observer.touched(reads=[tensor], writes=())
 
     def finished_reading(self, name: str) -> None:
         unread, accesses = self._unread.pop(name, (set[str](), []))
         unread.discard(name)
         for access in accesses if not unread else ():
-            access.end(self._board)
+            access.end(self.board)
 
     def finish_reading(self) -> None:
         for name in list(self._unread):
@@ -89,9 +82,9 @@ class Save(Generic[T]):
         """Wait for `may_publish`. Raises `Stopped` if the engine has ended."""
         # Before the wait, which may last several steps: no update has to wait for it too.
         self.finish_reading()
-        self._board.wait_for(self._may_publish, "the save to be allowed to appear")
+        self.board.wait_for(self._may_publish, "the save to be allowed to appear")
         # Even if it was allowed before: the thread that ended the engine may be working on these files by now.
-        self._board.raise_if_stopped()
+        self.board.raise_if_stopped()
 
     # What the caller of `Engine.save` calls.
 
@@ -101,10 +94,10 @@ class Save(Generic[T]):
 
     def may_publish(self) -> None:
         """Let the checkpoint appear. May be called again, and after the save has ended."""
-        self._board.happen(self._may_publish)
+        self.board.happen(self._may_publish)
 
     def wait(self) -> None:
-        self._wait(self.task, "the end of a save")
+        self.wait_for(self.task, "the end of a save")
 
     def result(self) -> T:
         self.wait()

@@ -63,13 +63,10 @@ class Access(Flag):
     def is_ready(self) -> bool:
         return all(earlier.happened for earlier in self.after)
 
-    def begin(self, board: Board, wait: "Callable[[Access], None] | None" = None) -> None:
-        """Wait until the access may begin, by `wait` for each earlier one. Raises `Stopped`."""
+    def begin(self, board: Board | Watchdog) -> None:
+        """Wait until the access may begin. Raises `Stopped`."""
         for earlier in self.after:
-            if wait is None:
-                earlier.wait(board)
-            else:
-                wait(earlier)
+            earlier.wait(board)
         self.after = ()
 
     def wait(self, board: Board | Watchdog) -> None:
@@ -196,7 +193,9 @@ class Worker:
     def _run(self, task: Task) -> None:
         self.moves += 1
         for access in task.accesses:
-            access.begin(self._board, self._wait_for)
+            for earlier in access.after:
+                self._wait_for(earlier)
+            access.after = ()
         assert task.run is not None, f"{task} runs twice"
         start_s = time.perf_counter()
         task.run()

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.tasks import Buffer, Worker
+from torchround.engine.tasks import DECISION, Buffer, Worker
 from torchround.optim import HostOptimizer, UpdateProgress, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.host_optimizer import Hyperparameters
 from torchround.optim.kernel import KernelKind, get_kernels
@@ -37,13 +38,18 @@ from torchround.planning.partition import SpanKind
 
 @dataclass
 class Decision:
-    """A step's learning rate or hyperparameters, and once its figures are known, whether its update applies."""
+    """A step's learning rate or hyperparameters, and once its figures are known, whether its update applies.
+
+    `norm_to_clip` is the norm of the gradients that are clipped, before that: of all that have no direction. `made` stands
+    for the decision among the memory that tasks read and write.
+    """
 
     step: int
     updated: Value[UpdateReport]
     lr: float
     hyperparameters: Hyperparameters | None = None
-    clipped_norm: float = math.nan
+    norm_to_clip: float = math.nan
+    made: Buffer = field(default_factory=partial(Buffer, DECISION))
     report: UpdateReport = field(default_factory=UpdateReport)
 
     @property
@@ -104,7 +110,7 @@ class Updater(Worker):
                 for buffers in store.update_buffers(bundle, store.step)
             )
             kinds = {kind for kind in each if kind is not None}
-            self._kernels = get_kernels(kinds, self._while_compiling, self._threads)
+            self._kernels = get_kernels(kinds, self._board.note_progress, self._threads)
 
     def leave(self) -> None:
         self._threads.close()
@@ -129,10 +135,6 @@ class Updater(Worker):
         assert self.task is not None, "only a task of an update has such an error"
         self._overcome = self._overcome or PipelineError.of(error, self.task.location)
 
-    def _while_compiling(self) -> None:
-        self._board.raise_if_stopped()
-        self._board.note_progress()
-
     def hyperparameters_of(self, lr: float | None) -> tuple[float, Hyperparameters | None]:
         """Tell the controller a step's learning rate, and the hyperparameters of a `HostOptimizer` as they are now."""
         if self._host_optimizer is not None:
@@ -141,12 +143,12 @@ class Updater(Worker):
             raise EngineUsageError("step() needs a learning rate; only a HostOptimizer has one of its own")
         return lr, None
 
-    # Gradients.
+    # The tasks of a step, in their order. In `bounded`, `decide` and `end_pass` come first, then `measure_gradient` and `update`
+    # for each bundle, and only `finish` joins the norms.
 
-    def measure(self, bundle: Bundle, step: int) -> None:
-        """Take the squared norms of a whole gradient, and write its look-aheads."""
-        gradient = bundle.gradient
-        assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
+    def measure_gradient(self, bundle: Bundle, step: int) -> None:
+        """Keep the squared norms of a bundle's whole gradient, and write its look-aheads."""
+        gradient = bundle.whole_gradient
         self._board.observer.touched(reads=[gradient], writes=())
         clipped, directed = list[float](), list[float]()
         for index, segment in enumerate(bundle.segments):
@@ -171,14 +173,12 @@ class Updater(Worker):
         self._losses += sums
         self._loss += sum(sums) / max(pass_.num_labels, 1)
 
-    # The decision, and updates.
-
     def decide(self, decision: Decision, directions: Sequence[Buffer]) -> None:
         """Decide whether a step applies. In `bounded` no gradient is whole yet: the losses alone decide."""
         report = decision.report
         report.directions = tuple(buffer.content for buffer in directions)
         report.loss_scale = self._store.loss_scaling.scale_of(decision.step)
-        norm = 0.0 if self._store.mode.updates_by_layer else self._take_norm(decision)
+        norm = 0.0 if self._store.mode.updates_by_layer else self._join_norms(decision)
         report.fault = ""  # also of an overflow that a lower loss scale can cure
         if not math.isfinite(self._loss):
             report.fault = "the loss is not finite"
@@ -190,13 +190,13 @@ class Updater(Worker):
         if report.skipped or self._host_optimizer is None:  # whose own step begins the update
             self._begin_update(decision)
 
-    def _take_norm(self, decision: Decision) -> float:
-        report = decision.report
-        own = self._squares, self._direction_squares
+    def _join_norms(self, decision: Decision) -> float:
+        """Compute the norm of the whole gradient of all machines, and of what is clipped of it."""
+        report, own = decision.report, (self._squares, self._direction_squares)
         self._squares, directed = self._exchange.gather(own, f"the norms of step {decision.step}")
         squares = [*self._squares.values(), *directed.values()]
         report.grad_norm = math.sqrt(math.fsum(squares)) / report.loss_scale
-        decision.clipped_norm = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
+        decision.norm_to_clip = math.sqrt(math.fsum(self._squares.values())) / report.loss_scale
         return report.grad_norm
 
     def _mark(self) -> None:
@@ -233,8 +233,7 @@ class Updater(Worker):
         assert optimizer is not None and hyperparameters is not None, "only a HostOptimizer has such a step"
         gradients: dict[str, Tensor] = {}
         for bundle in self._store.owned:
-            gradient, factor = bundle.gradient, self._factor(bundle, decision)
-            assert gradient is not None, "a trained bundle lacks its gradient"
+            gradient, factor = bundle.whole_gradient, self._factor(bundle, decision)
             self._board.observer.touched(reads=(), writes=[gradient, bundle.fp32_weight])
             if factor != 1.0:
                 gradient.mul_(factor)
@@ -246,7 +245,7 @@ class Updater(Worker):
 
     def _factor(self, bundle: Bundle, decision: Decision) -> float:
         """Return the factor that clips a bundle's gradient, by the whole norm or its own, and undoes the loss scale."""
-        scale, norm = decision.report.loss_scale, decision.clipped_norm
+        scale, norm = decision.report.loss_scale, decision.norm_to_clip
         if self._clips_by_layer:
             norm = math.sqrt(self._squares[bundle.index]) / scale
         return clip_scale(norm, self._max_norms[bundle.index]) / scale
@@ -283,7 +282,7 @@ class Updater(Worker):
         """Declare the store whole after a step, and report."""
         store, step, report = self._store, decision.step, decision.report
         if store.mode.updates_by_layer:
-            self._take_norm(decision)
+            self._join_norms(decision)
             if decision.applies:
                 squares = ((bundle.name, self._squares[bundle.index]) for bundle in reversed(store.trained))
                 report.left_out = tuple(name for name, square in squares if not math.isfinite(square))

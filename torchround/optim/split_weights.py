@@ -7,10 +7,15 @@ in 65,536 is a tie, one in 8 of a released float16 folder before its first updat
 Source: the split master weights of FlashOptim (arXiv 2602.23349), with an integer residual that loses nothing.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 HALF = 0x8000
+
+# Elements of whole parameters that are joined or split at once, so that the temporaries stay small.
+CHUNK_ELEMENTS = 2**20
 
 
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,3 +34,23 @@ def join(device_weight: Tensor, residual: Tensor) -> Tensor:
     """Join the fp32 weights that `split` made these bf16 and int16 tensors from, as a fresh tensor."""
     upper = device_weight.view(torch.int16).to(torch.int32)
     return (upper << 16).add_(residual).view(torch.float32)
+
+
+def split_parameter(weight: Tensor, device_weight: Tensor, residual: Tensor) -> None:
+    """Write device weights and residuals of a parameter of any size, as `split` makes them."""
+    for chunk, upper, lower in _chunks(weight, device_weight, residual):
+        new_upper, new_lower = split(chunk)
+        upper.copy_(new_upper)
+        lower.copy_(new_lower)
+
+
+def join_parameter(device_weight: Tensor, residual: Tensor) -> Tensor:
+    """Join a parameter of any size, as `join` does."""
+    weight = torch.empty(device_weight.shape)
+    for chunk, upper, lower in _chunks(weight, device_weight, residual):
+        chunk.copy_(join(upper, lower))
+    return weight
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.view(-1).split(CHUNK_ELEMENTS) for tensor in tensors), strict=True)

@@ -5,6 +5,7 @@ backward of step t. More than the fewest without a bubble gain nothing.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torchround.planning.keep_rule import items_by_gain
 from torchround.planning.planning_problem import Candidate, PlanningProblem
@@ -51,7 +52,7 @@ def find_stale_plan(problem: PlanningProblem, as_fast: float) -> tuple[PlanningP
         for index, candidate in enumerate(good[:MOST_COMPARED])
     )
     for stale_layers, index in fewest:
-        fixed = problem.changed(stale_layers=stale_layers)
+        fixed = replace(problem, stale_layers=stale_layers)
         if fixed.fits_limits(good[index]):
             alike = [good[other] for number, other in fewest if number <= stale_layers]
             fitting = [candidate for candidate in alike if fixed.fits_limits(candidate)]
@@ -67,7 +68,7 @@ def _with_fewer(
     The inputs of stale layers take host memory. What layers keep takes it too, and stale layers keep nothing.
     """
     tried = [
-        problem.changed(stale_layers=number)
+        replace(problem, stale_layers=number)
         for number in sorted({round(share * most) for share in (1.0, *FEWER)})
     ]
     found = [(fixed, find_plan(fixed, (1,), as_fast)) for fixed in tried]
@@ -102,7 +103,7 @@ def keep_activations(
     items = items_by_gain(problem.costs, problem.stale_layers or 0)
     if not items:
         return problem, found
-    without, problem = problem, problem.changed(items=items)
+    without, problem = problem, replace(problem, items=items)
     search = Search(problem)
     scores = []
     for rounds in rounds_choices:
@@ -135,7 +136,7 @@ def keep_on(
     problem: PlanningProblem, candidate: Candidate, as_fast: float
 ) -> tuple[PlanningProblem, Candidate]:
     """Keep what is best on given cuts, which fit without keeping anything."""
-    problem = problem.changed(items=items_by_gain(problem.costs, problem.stale_layers or 0))
+    problem = replace(problem, items=items_by_gain(problem.costs, problem.stale_layers or 0))
     fitting = fitting_amounts(problem, candidate)
     return problem, next(filter(_fast_rule(problem, candidate, fitting, as_fast), fitting))
 

@@ -20,7 +20,7 @@ from torchround.planning.partition import Partition, split_evenly
 from torchround.planning.plan import Plan
 from torchround.planning.run_question import RunQuestion
 from torchround.planning.stage_times import LayerSums, StageTimes, completing_stage
-from torchround.planning.step_time import run_slots
+from torchround.planning.step_time import run_stages
 
 # Steps without a flush before their step time is taken, as delays settle within a few steps. The mean is taken over this many
 # steps for each device, because steps can repeat with a period of as many steps as there are devices. Messages can
@@ -136,7 +136,7 @@ def exchange_step_seconds(
             arrived.append(links.carry(weights))
             weights = []
         # With V > 1 versions, step t reads what step t - V has made. The weights of step t - 1 travel beside its gradients.
-        ends = run_slots(times, round_sizes, free, _weights_ready(links, partition, arrived[0]))
+        ends = run_stages(times, round_sizes, free, _weights_ready(links, partition, arrived[0]))
         arrivals = links.carry([*weights, *_gradients(links, partition, ends)])
         complete.append(max([*ends, *arrivals[len(weights) :]]))
         if weights:
@@ -161,7 +161,7 @@ def _bounded_step_seconds(
         ]
         ready_s = _weights_ready(links, partition, there)[:num_forward]
         ready_s += _weights_ready(links, partition, arrived)[num_forward:]
-        ends = run_slots(times, round_sizes, free, ready_s)
+        ends = run_stages(times, round_sizes, free, ready_s)
         gradients, whole_s = _gradients(links, partition, ends), [0.0] * len(links.owned)
         for message, arrived_s in zip(gradients, links.carry(gradients), strict=True):
             whole_s[message.bundle] = max(whole_s[message.bundle], arrived_s)
@@ -184,7 +184,7 @@ def _new_weights(links: _Links, start_s: float) -> list[_Message]:
 
 
 def _gradients(links: _Links, partition: Partition, ends: Sequence[float]) -> list[_Message]:
-    """List the parts of all gradients, each ready when its stage ends; `ends` are those of a step's slots."""
+    """List the parts of all gradients, each ready when its stage ends; `ends` are those of a step's stages."""
     return [
         _Message(ends[first + completing_stage(partition, layer)], index, True)
         for first in range(0, len(ends), partition.num_stages)

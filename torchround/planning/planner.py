@@ -68,7 +68,7 @@ def make_plan(
     if found is None:
         # The search is not exhaustive.
         if problem.stale_layers is None:
-            problem = problem.changed(stale_layers=0)
+            problem = replace(problem, stale_layers=0)
         least = least_candidate(problem, choices)
         if not problem.fits_limits(least):
             raise why_infeasible(problem, choices)
@@ -96,7 +96,7 @@ def evaluate_plan(
         raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
     candidate = Candidate(partition, rounds)
     if problem.stale_layers is None:
-        problem = problem.changed(stale_layers=fewest_stale_layers(problem, candidate))
+        problem = replace(problem, stale_layers=fewest_stale_layers(problem, candidate))
     if not problem.fits_limits(candidate):
         raise why_infeasible(problem, choices, partition)
     if keep is not None and keep.is_open:
@@ -235,7 +235,7 @@ def least_candidate(problem: PlanningProblem, rounds_choices: Sequence[int]) -> 
     extremes = [Partition(ones, 1, ones), *([] if split else [Partition((), layers, ())])]
     least_bytes = min(problem.device_bytes(partition, rounds) for partition in extremes)
     if limit is not None and least_bytes > limit:
-        problem = problem.changed(limits=replace(problem.limits, device_bytes=least_bytes))
+        problem = replace(problem, limits=replace(problem.limits, device_bytes=least_bytes))
     candidates = [
         Candidate(partition, rounds)
         for rounds in rounds_choices

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 from operator import add
-from typing import Any
 
 from torchround.planning.costs import Costs
 from torchround.planning.host_buffers import HostBatch
@@ -34,6 +33,7 @@ class Candidate:
     kept: int = 0
 
 
+@dataclass(eq=False)
 class PlanningProblem:
     """A question to the planner: layer costs, devices, micro-batches, update mode and memory limits.
 
@@ -43,40 +43,31 @@ class PlanningProblem:
     - `items`: what a plan may keep beside what `costs` keep, in the order in which it is chosen.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        num_devices: int,
-        num_micro_batches: int,
-        update: str,
-        limits: MemoryLimits,
-        stale_layers: int | None = 0,
-        link: KeptLink | None = None,
-        items: Sequence[KeptItem] = (),
-    ) -> None:
-        sizes = {"num_devices": num_devices, "num_micro_batches": num_micro_batches}
-        choices = {"stale_layers": stale_layers, "link": link, "items": items}
-        self._question = {"costs": costs, **sizes, "update": update, "limits": limits, **choices}
-        self.costs, self.limits, self.link, self.items = costs, limits, link, items
-        self.mode, self.num_layers = mode_of(update), costs.num_layers
-        self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
-        self.stale_layers = stale_layers if self.mode.updates_by_layer else 0
+    costs: Costs
+    num_devices: int
+    num_micro_batches: int
+    update: str
+    limits: MemoryLimits
+    stale_layers: int | None = 0
+    link: KeptLink | None = None
+    items: Sequence[KeptItem] = ()
+
+    def __post_init__(self) -> None:
+        costs, items = self.costs, self.items
+        self.mode, self.num_layers = mode_of(self.update), costs.num_layers
+        self.stale_layers = self.stale_layers if self.mode.updates_by_layer else 0
         self.overlaps = self.mode.overlaps(self.stale_layers)
         self.idle_weight = IDLE_WEIGHT if self.overlaps else 0.0
         # A few layers may differ: embedding and head do. Fewer micro-batches than devices never fill all of these.
         by_time = sorted(layer.forward_s + layer.backward_s for layer in costs.layers)
         tenth = min(len(by_time) // 10 + 2, len(by_time))
         alike = by_time[-tenth] <= MOST_UNEQUAL * by_time[tenth - 1]
-        self.sorts_stages = alike and num_micro_batches >= num_devices
-        self.batch = limits.batch or HostBatch((0,) * num_micro_batches, (costs,))
+        self.sorts_stages = alike and self.num_micro_batches >= self.num_devices
+        self.batch = self.limits.batch or HostBatch((0,) * self.num_micro_batches, (costs,))
         self.amounts = sorted({round(len(items) * part / KEPT_STEPS) for part in range(KEPT_STEPS + 1)})
         self._sums: dict[int, tuple[Costs, LayerSums]] = {}
         self._steps: dict[Candidate, float] = {}
         self._host: dict[Candidate, int] = {}
-
-    def changed(self, **changes: Any) -> "PlanningProblem":
-        """Make the same problem with other `limits`, `stale_layers` or `items`."""
-        return PlanningProblem(**{**self._question, **changes})
 
     def costs_of(self, kept: int) -> Costs:
         return self._known(kept)[0]

@@ -1,14 +1,16 @@
-"""The exact time of one training step of a partition: a recurrence that takes O(1) per stage slot.
+"""The exact time of one training step of a partition: a recurrence that takes O(1) per stage of a round.
 
 Within a round, micro-batch `m` leaves a stage at `max over lines (base + slope x m)`. A stage of duration d
 that a device may start at r adds the line (r + d, d). Stages in a row are as fast as the slowest of them, so every
-slope below d becomes d. So a slot costs the same for 1 or 1000 micro-batches,
+slope below d becomes d. So a stage costs the same for 1 or 1000 micro-batches,
 and the result equals that of the event simulator (a test compares the two).
 
 One step maps a state of times to the next one, in every update mode. `StageTimes.waits` is what differs.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from torchround.planning.partition import slots_before_late_jobs, split_evenly
 from torchround.planning.stage_times import StageTimes
@@ -29,35 +31,39 @@ def step_seconds(times: StageTimes, num_devices: int, num_micro_batches: int, ro
     dimension, seen = num_devices + times.known_updates * groups, list[list[float]]()
     if times.mode.has_flush:
         # Devices are idle when an update starts, so every step is like the first one.
-        start = [0.0] * (num_devices + groups) + [NEVER] * groups
-        return _next_state(times, sizes, num_devices, start)[num_devices]
+        first = _State([0.0] * num_devices, [0.0] * groups, [NEVER] * groups)
+        return _next_state(times, sizes, first).complete[0]
+
+    def after_step(state: list[float]) -> list[float]:
+        free, rest = state[:num_devices], state[num_devices:]
+        return list(chain(*_next_state(times, sizes, _State(free, rest[:groups], rest[groups:]))))
+
     state = [0.0] * dimension
     # The matrix of a larger state takes longer, so more steps are worth a try first.
     for _ in range(MAX_WARM_UP_STEPS * max(1, dimension // 10)):
-        state = _next_state(times, sizes, num_devices, state)
+        state = after_step(state)
         for back, earlier in enumerate(reversed(seen), start=1):
             if _same_shape(earlier, state):
                 return (state[0] - earlier[0]) / back
         seen.append(state)
     # A step is linear in the (max, +) algebra: row j of its matrix is the state after a step that entry j alone delays.
     units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
-    return _largest_cycle_mean([_next_state(times, sizes, num_devices, unit) for unit in units])
+    return _largest_cycle_mean(list(map(after_step, units)))
 
 
-def _next_state(
-    times: StageTimes, sizes: Sequence[int], num_devices: int, state: Sequence[float]
-) -> list[float]:
-    """Run one step.
+class _State(NamedTuple):
+    """The times that one step leaves to the next one."""
 
-    The state before it: when each device becomes free, when the gradients of each group are complete, and when the updates
-    before these started with each group, the oldest first.
-    """
+    free: list[float]  # when each device becomes free
+    complete: list[float]  # when the gradients of each group are complete
+    started: list[float]  # when the updates before theirs started with each group, the oldest first
+
+
+def _next_state(times: StageTimes, sizes: Sequence[int], state: _State) -> _State:
     groups, num_stages, jobs = len(times.group_s), len(times.total_s), times.jobs
-    free, complete = list(state[:num_devices]), list(state[num_devices : num_devices + groups])
-    older = list(state[num_devices + groups :])
-    before = older[-groups:]
+    free, complete, before = state.free, state.complete, state.started[-groups:]
     updates = _update_starts(times.group_s, complete, before)
-    started = [*older, *updates]
+    started = [*state.started, *updates]
     ready_s = [started[source] + after_s for source, after_s in times.waits]
 
     def run_late_jobs(first: int) -> None:
@@ -66,14 +72,14 @@ def _next_state(
         updates[:] = _update_starts(times.group_s, complete, before)
 
     late = run_late_jobs if jobs and times.mode.versions > 1 else None
-    at = slots_before_late_jobs(len(times.partition.forward), len(sizes) * num_stages, num_devices)
-    ends = run_slots(times, sizes, free, ready_s, late, at)
+    at = slots_before_late_jobs(len(times.partition.forward), len(sizes) * num_stages, len(free))
+    ends = run_stages(times, sizes, free, ready_s, late, at)
     finished = ends[-groups:] if times.mode.updates_by_layer else [max(ends)]
     if jobs and times.mode.has_flush:
         last = ends[-num_stages:]
         finished.append(run_jobs(jobs, [last[stage] for stage, _, _ in jobs], free))
         finished = [max(finished)]
-    return [*free, *finished, *older[groups:], *updates]
+    return _State(free, finished, [*state.started[groups:], *updates])
 
 
 def _update_starts(
@@ -95,8 +101,8 @@ def run_jobs(
     The orthogonalisation of Muon is one job for each layer. Jobs are dealt to the devices in turn; the one at index
     `first` of `free` takes the first. A job begins once its layer's gradient is complete, at `complete_s`: the host's
     look-ahead goes up, the device computes, and the direction comes down. The copies of one job run beside the
-    computation of others. Jobs follow the slots of their step, or with several versions come among those of the next.
-    `free` is as in `run_slots`.
+    computation of others. Jobs follow the stages of their step, or with several versions come among those of the next.
+    `free` is as in `run_stages`.
     """
     num_devices, back_s = len(free), 0.0
     # Between steps both directions of the link have time enough, so each device's link is free at its first job.
@@ -110,7 +116,7 @@ def run_jobs(
     return back_s
 
 
-def run_slots(
+def run_stages(
     times: StageTimes,
     round_sizes: Sequence[int],
     free: list[float],
@@ -118,10 +124,11 @@ def run_slots(
     between: Callable[[int], None] | None = None,
     at: int = 0,
 ) -> list[float]:
-    """Run one step's slots, whose stages start no earlier than `ready_s`; return when each slot ends.
+    """Run the stages of one step, round by round, each no earlier than `ready_s`; return when each ends.
 
-    `free[k]` is when the device of the k-th next slot becomes free. It is updated in place, in the order of the slots that
-    follow the step. `between` is called after the first `at` slots, with the index in `free` of the next slot's device.
+    Stages go to the devices in turn. `free[k]` is when the device that takes the k-th next one becomes free. It is updated in
+    place, as the next step finds it. `between` is called after the first `at` stages, with the index in `free` of the device
+    that takes the next one.
     """
     num_devices, device = len(free), 0
     stages = list(zip(times.entry_s, times.total_s, ready_s, times.boundary_from, strict=True))
@@ -137,7 +144,7 @@ def run_slots(
         for entry_s, total_s, weights_s, producer in stages:
             if between is not None and len(ends) == at:
                 between(device)
-            # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
+            # Each line gets later by the entry time. One shift for all of them keeps a stage at O(1).
             if slopes:
                 shift += entry_s
             base = max(free[device], weights_s) + total_s - shift
@@ -167,7 +174,7 @@ def run_slots(
                 outputs.append((list(slopes), [base + shift for base in bases]))
     if between is not None and at == len(ends):
         between(device)
-    # Slots take devices in turn without a restart: the next step begins with the device after the last slot's.
+    # Turns go on without a restart: the next step begins with the device after the last stage's.
     free[:] = free[device:] + free[:device]
     return ends
 

@@ -376,9 +376,8 @@ def first_state(
     folder is None, the step 0 and the state empty.
     """
     paths = [path for _, path in sorted(checkpointer.checkpoints().items(), reverse=True)]
-    if config.checkpoint.load == "all":
-        start = given_folder(config)
-    for path in paths or ([start] if start is not None else []):
+    first = given_folder(config) if config.checkpoint.load == "all" else start
+    for path in paths or ([first] if first is not None else []):
         try:
             manifest = read_manifest(path)
             return path, manifest.step, read_state(path, manifest)

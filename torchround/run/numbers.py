@@ -20,10 +20,11 @@ from torchround.engine.errors import EngineUsageError
 from torchround.engine.passes import StepResult
 from torchround.engine.reports import layer_times
 from torchround.engine.store.bundles import Bundle, collect_bundles, parameter_facts, stored_numel
-from torchround.engine.worker.orthogonalise import STEPS, directed_parameters
+from torchround.engine.worker.orthogonalise import directed_parameters
 from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.optim.formats import FORMATS
 from torchround.optim.optimizer import make_optimizer
+from torchround.optim.rules.muon import STEPS
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts, measured_costs
 from torchround.planning.keep_rule import kept_whole

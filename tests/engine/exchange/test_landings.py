@@ -11,13 +11,14 @@ from torchround.engine.store.bundles import Ownership
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
+from torchround.run.numbers import num_parameters
 
 
 def landings_of(store, pool):
     rank, size = store.ownership.machine, store.ownership.num_machines
     group = type("Group", (), {"rank": rank, "size": size, "peers": (), "on_fault": lambda *_: None})()
-    exchange = StepExchange(store, Board(), pool, group, lambda: False)
-    return exchange.landings, exchange.landing_buffers
+    exchange = StepExchange(store, Board(), pool, group)
+    return exchange.landings
 
 
 @pytest.mark.parametrize("num_machines", [2, 3])
@@ -31,18 +32,18 @@ def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines)
         pool = HostPool(False, Observer())
         landings_of(store, pool)
         held = store.nbytes() + pool.allocated_bytes
-        assert held <= (4.3 + 12 / num_machines) * store.num_parameters()
+        assert held <= (4.3 + 12 / num_machines) * num_parameters(model)[0]
         store.close()
 
 
 def test_parts_of_one_size_land_in_turn_and_those_of_shared_bundles_apart():
     store, pool = HostStore(toy_model(tied=True), ownership=Ownership(0, 2)), HostPool(False, Observer())
     store.allocate_gradients(rounds=1)
-    landings, counts = landings_of(store, pool)
+    landings = landings_of(store, pool)
     tied, *blocks, head = [bundle.index for bundle in store.trained]
     assert landings.keys() == {(tied, 0), (tied, 1), (head, 0)} | {(index, 0) for index in blocks}
     for lower, one, deeper in zip(blocks, blocks[1:], blocks[2:], strict=False):
         assert landings[lower, 0] is landings[deeper, 0] is not landings[one, 0]
     memory = {place.content.memory.data_ptr(): place.content.memory.numel() for place in landings.values()}
-    assert len(memory) == sum(counts.values()) == 3 + 2
-    assert sum(memory.values()) == sum(counts.elements()) == pool.allocated_bytes
+    assert len(memory) == 3 + 2
+    assert sum(memory.values()) == pool.reserved_bytes == pool.allocated_bytes

@@ -16,7 +16,7 @@ from torchround.engine.errors import EngineUsageError
 from torchround.layer import FileTensor, LayeredModel, decayed_names
 from torchround.optim.formats import StateFormat, StatePart
 from torchround.optim.optimizer import Optimizer, ParameterFacts, UpdateRule
-from torchround.optim.split_weights import join, split
+from torchround.optim.split_weights import join_parameter, split_parameter
 from torchround.optim.update_pass import UpdateBuffers
 from torchround.packed_formats import PackedFormat, PackedPlace, unpacking_bytes
 from torchround.planning.machine_shares import assign_owners
@@ -24,9 +24,6 @@ from torchround.planning.machine_shares import assign_owners
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
 # writes need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
 ALIGNMENT_ELEMENTS = 256
-
-# Elements of which fp32 weights are joined or split at once, so that the temporaries stay small.
-SPLIT_ELEMENTS = 2**20
 
 # The kinds of weights in checkpoints, whose tensors have the names `<kind>/<parameter>`.
 WEIGHTS = "weights"
@@ -156,6 +153,11 @@ class Bundle:
         assert self.weight is not None, f"{self.parameters[0].name} has no fp32 weights here"
         return self.weight
 
+    @property
+    def whole_gradient(self) -> Tensor:
+        assert self.gradient is not None, f"bundle {self.index} has no gradient buffer"
+        return self.gradient
+
     def version(self, version: int) -> Tensor:
         """Return the buffer that holds, or will hold, the device weights of `version`, one that is kept or being written."""
         return self.device_weights[version % len(self.device_weights)]
@@ -172,12 +174,7 @@ class Bundle:
             self._place(parameter).read(numbers.view(-1))
             return numbers
         upper = parameter.view(self.newest(version))
-        if self.residual is None:
-            return upper
-        values = torch.empty(parameter.shape)
-        for chunk, upper_half, residual in _chunks(values, upper, parameter.view(self.residual)):
-            chunk.copy_(join(upper_half, residual))
-        return values
+        return upper if self.residual is None else join_parameter(upper, parameter.view(self.residual))
 
     @property
     def early_numel(self) -> int:
@@ -214,11 +211,7 @@ class Bundle:
         values = self.values(parameter, version)
         yield values
         if self.residual is not None:
-            upper = parameter.view(self.version(version))
-            for chunk, upper_half, residual in _chunks(values, upper, parameter.view(self.residual)):
-                new_upper, new_residual = split(chunk)
-                upper_half.copy_(new_upper)
-                residual.copy_(new_residual)
+            split_parameter(values, parameter.view(self.version(version)), parameter.view(self.residual))
 
     def saved_views(self, version: int, lags: bool) -> dict[str, Tensor]:
         """View the bundle's part of a checkpoint, of which `version` is the newest.
@@ -268,11 +261,6 @@ class Bundle:
     def sources(self, version: int) -> Sequence[tuple[int, Tensor]]:
         """List the host memory that a version is uploaded from, each part with its first element in the bundle."""
         return [(start, in_file.memory) for start, in_file in self.mapped] or [(0, self.version(version))]
-
-
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same elements of each tensor, so few at once that temporaries stay small."""
-    return zip(*(tensor.view(-1).split(SPLIT_ELEMENTS) for tensor in tensors), strict=True)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -52,8 +52,11 @@ class HostAllocator:
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            had = f" ({error.strerror}); {self._what} had {size_text(self.allocated_bytes)} by then"
-            raise HostMemoryError(nbytes, had) from error
+            raise HostMemoryError(
+                f"the system refused {size_text(nbytes)} of host memory ({error.strerror}); {self._what} had "
+                f"{size_text(self.allocated_bytes)} by then. Lower engine.host_memory_gib, free memory, or raise the limit of the "
+                "process (ulimit -v; vm.overcommit_memory)"
+            ) from error
         with self._lock:
             self.allocated_bytes += nbytes
             self.num_allocations += 1
@@ -155,6 +158,14 @@ class HostPool(HostAllocator):
             for part in space.split(sizes[:together]):
                 self.give(self._add(part), busy=[])
             sizes = sizes[together:]
+
+    def lend(self, sizes: Sequence[int]) -> list[HostBuffer]:
+        """Reserve and take buffers that are never given back. Later calls of `reserve` do not count them."""
+        asked = Counter(map(whole_pages, sizes))
+        self.reserve(self._owned + asked)
+        lent = [self.take(nbytes) for nbytes in sizes]
+        self._owned -= asked
+        return lent
 
     def take(self, nbytes: int) -> HostBuffer:
         """Take a free buffer, otherwise a new one, which page-locks memory in the middle of a step unlike `reserve`."""

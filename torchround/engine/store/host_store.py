@@ -301,8 +301,7 @@ class HostStore:
         """
         for bundle in self.stale_or_predicted():
             if bundle.is_owned:
-                assert bundle.gradient is not None, "an engine allocates it, and between steps it is free"
-                aside = bundle.gradient.view(self.dtype)[: bundle.numel]
+                aside = bundle.whole_gradient.view(self.dtype)[: bundle.numel]  # free between steps
                 _copy(bundle.version(self.step), aside, self.observer)
                 kept.append((bundle, aside))
                 self.derive_device_weights(bundle, self.step)
@@ -370,8 +369,7 @@ class HostStore:
 
     def named_views(self) -> dict[str, Tensor]:
         """View this machine's part of a checkpoint, bundle by bundle. Only between steps, after `Engine.drain`."""
-        each = (self.bundle_views(bundle, self.step) for bundle in self.bundles)
-        return {name: view for views in each for name, view in views.items()}
+        return {name: view for b in self.bundles for name, view in self.bundle_views(b, self.step).items()}
 
     def loadable_views(self) -> dict[str, Tensor]:
         """Return the views that a checkpoint may fill: `named_views` as they are for any `stale_layers`.
@@ -402,9 +400,6 @@ class HostStore:
         """Compute the most that the numbers of a layer take, in the store's dtype, that are unpacked before it runs."""
         layers = (self.layer_bundles(layer) for layer in range(len(self.layer_names)))
         return max(sum(b.early_numel for b in bundles) for bundles in layers) * self.dtype.itemsize
-
-    def num_parameters(self) -> int:
-        return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
 
     def nbytes(self) -> int:
         return self._memory.allocated_bytes

@@ -1,15 +1,11 @@
 """Orthogonalisation of look-aheads on a device: the update of Muon (Jordan et al. 2024) between two host passes.
 
 The optimizer thread writes the look-ahead into a segment's `direction`. A device takes it matrix by matrix, and the
-result lands where the look-ahead was. One matrix computes while the next one comes up and the last one goes down. Only
-large symmetric products round differently than in `torch.optim.Muon`: they are computed in bands of rows.
+result lands where the look-ahead was. One matrix computes while the next one comes up and the last one goes down.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from torchround.engine.board import Board
@@ -18,14 +14,8 @@ from torchround.engine.store.bundles import Bundle, FlatParameter
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tasks import Access
 from torchround.engine.worker.slots import DeviceSlot, SlotRing
+from torchround.optim.rules.muon import orthogonalised, pieces
 from torchround.planning.partition import SpanKind
-from torchround.planning.update_costs import piece_elements, row_bands
-
-# The polynomial of one step, a X + b (X X^T) X + c (X X^T)^2 X (kellerjordan.github.io/posts/muon).
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
-# A matrix of zeros is divided by this in place of its norm.
-LEAST_NORM = 1e-7
 
 
 @dataclass(frozen=True)
@@ -48,52 +38,6 @@ def directed_parameters(bundle: Bundle) -> list[FlatParameter]:
 def directed_bundles(store: HostStore) -> list[Bundle]:
     """List this machine's bundles with such parameters, in the order in which their gradients land."""
     return [bundle for bundle in reversed(store.owned) if directed_parameters(bundle)]
-
-
-def orthogonalised(matrices: Tensor) -> Tensor:
-    """Compute bf16 matrices whose singular values are all near 1, with the same singular vectors.
-
-    `matrices` are `[n, rows, columns]`, or a single one. Each is divided by its Frobenius norm and goes through five
-    Newton-Schulz steps. Tall ones are transposed before and after, so that the products are of the shorter side.
-    """
-    if matrices.ndim == 3 and matrices.device.type == "cpu":
-        # One by one: a batched product may add in another order, and then experts would not equal single matrices.
-        return torch.stack([orthogonalised(matrix) for matrix in matrices])
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    matrix = matrices.bfloat16()
-    matrix = matrix.mT if is_tall else matrix
-    norm = matrix.norm() if matrix.ndim == 2 else matrix.flatten(1).norm(dim=1)[:, None, None]
-    matrix = iterated(matrix / norm.clamp(min=LEAST_NORM))
-    return matrix.mT if is_tall else matrix
-
-
-def iterated(matrix: Tensor) -> Tensor:
-    """Apply the five steps to a matrix `[rows, columns]` of norm 1, or a batch of them, in its own dtype.
-
-    Two of a step's three products are symmetric: of many rows only the bands under the diagonal are computed.
-    """
-    a, b, c = COEFFICIENTS
-    is_batch = matrix.ndim == 3
-    multiply, multiply_add = (torch.bmm, torch.baddbmm) if is_batch else (torch.mm, torch.addmm)
-    rows = matrix.shape[-2]
-    gram, polynomial = (matrix.new_empty(*matrix.shape[:-1], rows) for _ in range(2))
-    for _ in range(STEPS):
-        for start, stop in row_bands(rows):
-            band = gram[..., start:stop, :stop]
-            multiply(matrix[..., start:stop, :], matrix[..., :stop, :].mT, out=band)
-            gram[..., :start, start:stop] = band[..., :start].mT
-        for start, stop in row_bands(rows):
-            band, rows_of_gram = polynomial[..., start:stop, :stop], gram[..., start:stop, :]
-            multiply_add(rows_of_gram[..., :stop], rows_of_gram, gram[..., :stop], beta=b, alpha=c, out=band)
-            polynomial[..., :start, start:stop] = band[..., :start].mT
-        matrix = multiply_add(matrix, polynomial, matrix, beta=a)
-    return matrix
-
-
-def pieces(flat: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
-    """Cut a parameter of `shape`, a matrix or a stack of them, in flat memory into pieces `[n, rows, columns]`."""
-    for piece in flat.split(piece_elements(shape)):
-        yield piece.view(-1, *shape[-2:])
 
 
 def orthogonalise(
@@ -124,13 +68,9 @@ def _enqueue(device: Device, slot: DeviceSlot, piece: Tensor) -> tuple[Mark, Mar
     device.copy(Stream.ACTIVATION_UPLOAD, memory, piece)
     device.follow(Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, "an uploaded look-ahead")
     start = device.mark(Stream.COMPUTE)
-    device.run(Stream.COMPUTE, partial(_replace, memory), [memory], [memory])
+    device.run(Stream.COMPUTE, lambda: memory.copy_(orthogonalised(memory)), [memory], [memory])
     end = device.mark(Stream.COMPUTE)
     device.follow(Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE, "a direction")
     device.copy(Stream.GRADIENT_DOWNLOAD, piece, memory)
     slot.released = device.record(Stream.GRADIENT_DOWNLOAD, "a sent direction")
     return start, end
-
-
-def _replace(matrices: Tensor) -> None:
-    matrices.copy_(orthogonalised(matrices))

@@ -38,7 +38,7 @@ from torchround.engine.worker.slots import (
     unflatten,
 )
 from torchround.layer import Batch, FileTensor, Hidden, aligned
-from torchround.planning.host_buffers import LOSS_BYTES, restarted_layers
+from torchround.planning.host_buffers import LOSS_BYTES, forward_inputs, kept_cuts, restarted_layers
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS, ROUNDING_ELEMENTS
 from torchround.planning.partition import StageKind
 
@@ -263,10 +263,8 @@ class FileReader(Worker):
         self._location = FaultLocation(f"reader of device {worker.device.name}")
         name, pool = f"torchround reads for {worker.device.name}", worker.setup.pool
         super().__init__(name, self._location.actor, worker.board)
-        ring = [Buffer("buffer of weights in files") for _ in range(READER_BUFFERS)]
-        for buffer in ring:
-            buffer.content = pool.take(READER_BUFFER_BYTES)
-        self._ring = itertools.cycle(ring)
+        lent = pool.lend([READER_BUFFER_BYTES] * READER_BUFFERS)
+        self._ring = itertools.cycle([Buffer("buffer of weights in files", content=part) for part in lent])
 
     def request(self, used: SlotRange, place: Tensor, step: int) -> list[Piece]:
         """Let the weights of a bundle in files be read, in their order. Returns the pieces to upload, a buffer each.
@@ -333,7 +331,8 @@ class ActivationTransfers:
     def prepare(self, shape: PassShape) -> None:
         """Allocate now what passes of a shape need, in its largest size: memory that is replaced is not used again."""
         sizes, shapes = self._sizes, set(shape.shapes)
-        boundary_bytes = max((sizes.boundary(cut, one) for cut in shape.cuts for one in shapes), default=0)
+        cuts = forward_inputs(shape.stages) | kept_cuts(shape.stages, shape.stale_layers)
+        boundary_bytes = max((sizes.boundary(cut, one) for cut in cuts for one in shapes), default=0)
         output_bytes = max(sizes.boundary(sizes.num_layers, one) * shape.gives_outputs for one in shapes)
         # What the layers of each backward stage keep.
         kept = [
