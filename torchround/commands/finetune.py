@@ -31,9 +31,7 @@ from torchround.commands.configured_model import find_tokenizer, model_config, w
 from torchround.commands.plan_run import configured_question
 from torchround.commands.train_model import FAULTS, MISTAKES, build_parts, export_result, train_parts
 from torchround.config import Options, SourceTable, show
-from torchround.config.errors import config_error
-from torchround.config.load import parse_overrides, read_config, with_overrides
-from torchround.config.validate import RawConfig
+from torchround.config.load import RawConfig, config_error, parse_overrides, read_config, with_overrides
 from torchround.data import DataError, Tokenizer, TokenizerError
 from torchround.data.formats.content import fields_of, likely_content
 from torchround.data.formats.files import KINDS, find_files, kind_of

@@ -31,7 +31,7 @@ from torchround.checkpoint import (
 from torchround.checkpoint.checkpointer import save_with_patience
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config, LoraTable
-from torchround.config.validate import GONE_KEYS
+from torchround.config.load import GONE_KEYS
 from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import Save
