@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -114,6 +115,14 @@ class Options:
     def error(self, key: str, message: str) -> ConfigError:
         """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""
         return config_error(self.raw.source_of(key), key, message)
+
+    @contextmanager
+    def blaming(self, key: str, *mistakes: type[Exception], what: str = "") -> Iterator[None]:
+        """Raise such a mistake of the block as the error of a key."""
+        try:
+            yield
+        except mistakes as error:
+            raise self.error(key, f"{what}{error}") from error
 
     def unknown_name(self, key: str, given: str, known: Iterable[str]) -> ConfigError:
         legal = " or ".join(map(show, sorted(known)))
@@ -253,9 +262,8 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             parsed = tomllib.loads(f"value = {value}")
         except (ValueError, RecursionError) as error:
             if value.lstrip().startswith(("[", "{", '"', "'")):  # a broken array, table or quoted string
-                raise config_error(
-                    COMMAND_LINE, key, f"given {value}, which is not valid TOML: {error}"
-                ) from None
+                text = f"given {value}, which is not valid TOML: {error}"
+                raise config_error(COMMAND_LINE, key, text) from None
         # A line break in the text could add keys beside the value, or even a table.
         yield key, parsed["value"] if parsed.keys() == {"value"} else value
 
@@ -397,10 +405,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     if lora.base == "auto" and model.hf_path is None:
         yield "lora.base model.hf_path", "the folder of the release whose format is kept, or a format"
     if lora.base != "bf16" and lora.dora:
-        yield (
-            "lora.base lora.dora",
-            '"bf16", because magnitudes in files are lengths of weights that are not packed',
-        )
+        legal = '"bf16", because magnitudes in files are lengths of weights that are not packed'
+        yield "lora.base lora.dora", legal
     if lora.base_cache is not None and lora.base == "bf16":
         yield "lora.base_cache lora.base", "a packed format, whose weights the folder keeps"
     if lora.map_base and lora.base != "bf16" and lora.base_cache is None:
