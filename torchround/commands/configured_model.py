@@ -258,12 +258,12 @@ class StoredSplitWeight(StoredTensor):
     upper: StoredTensor
     residual: StoredTensor
 
-    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+    def read(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` of the fp32 weight from byte `start` on. Both are multiples of 4."""
         start, nbytes = (self.begin + start) // 2, nbytes // 2
         # The next read overwrites what this one returned.
-        upper = files.read(self.upper, start, nbytes).clone()
-        residual = files.read(self.residual, start, nbytes)
+        upper = self.upper.read(files, start, nbytes).clone()
+        residual = self.residual.read(files, start, nbytes)
         return join(upper.view(torch.bfloat16), residual.view(torch.int16)).view(torch.uint8)
 
 
