@@ -11,7 +11,7 @@ import pytest
 from tests.support.processes import ROOT, run_program
 from tests.support.toml import EXTRAS, PROJECT, tomllib
 from torchround.config import Config, load_config
-from torchround.config.validate import all_keys
+from torchround.config.load import all_keys
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-Asked = TypeVar("Asked", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -281,44 +281,26 @@ def deterministic_operations(wanted: bool = True) -> Iterator[None]:
 # What models ask.
 
 
-def _constant(function: Asked) -> Asked:
-    """Mark a function whose result a compiler may take as constant.
+def _asked(question: Callable[Concatenate[AcceleratorKind, P], bool]) -> Callable[Concatenate[str, P], bool]:
+    """Let models put a question to the kind of a device type. A compiler takes the answer as constant.
 
     `torch.compiler.assume_constant_result` does the same, but it imports the compiler, which changes the environment.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+
+    def asked(device: str, *args: P.args, **kwargs: P.kwargs) -> bool:
+        return question(kind_of(device), *args, **kwargs)
+
+    asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return asked
 
 
-@_constant
-def is_accelerator(device: str) -> bool:
-    """Check whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
-    return kind_of(device).name != _HOST.name
-
-
-@_constant
-def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool:
-    return kind_of(device).has_offset_attention(dtype, head_dim)
-
-
-@_constant
-def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
-    return kind_of(device).has_grouped_products(dtype)
-
-
-@_constant
-def has_float32_products(device: str, dtype: torch.dtype) -> bool:
-    return kind_of(device).has_float32_products(dtype)
-
-
-@_constant
-def has_triton(device: str) -> bool:
-    return kind_of(device).has_triton()
-
-
-@_constant
-def shares_kv_heads_under_mask(device: str) -> bool:
-    return kind_of(device).shares_kv_heads_under_mask
+# On `meta`: of the kind that `as_if_on` names.
+is_accelerator = _asked(lambda kind: kind.name != _HOST.name)
+has_offset_attention = _asked(lambda kind, dtype, head_dim: kind.has_offset_attention(dtype, head_dim))
+has_grouped_products = _asked(lambda kind, dtype: kind.has_grouped_products(dtype))
+has_float32_products = _asked(lambda kind, dtype: kind.has_float32_products(dtype))
+has_triton = _asked(lambda kind: kind.has_triton())
+shares_kv_heads_under_mask = _asked(lambda kind: kind.shares_kv_heads_under_mask)
 
 
 @cache

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 COMPILE_FROM_PARAMETERS = 2**21
 # How a run ends that trains its last step: why, for the console, and the exit code.
 COMPLETE = "the run is complete", 0
+DATA_ENDED = "the data has come to its end; without training.steps the learning rate ends with it"
 
 
 @dataclass(frozen=True)
@@ -137,26 +138,23 @@ class Trainer:
             return 0
         what = "whether checkpoints have room"
         machines.same_mistakes(lambda: require_room(folder, parts.question), (RunError,), what)
-        mapped = dict(parts.mapped)
-        if parts.packed_base is not None and self.config.lora.map_base:
-            mapped |= parts.packed_base.map(
-                DTYPES[self.config.training.dtype], make_optimizer(self.config.optimizer)
-            )
+        config, mapped = self.config, dict(parts.mapped)
+        if parts.packed_base is not None and config.lora.map_base:
+            mapped |= parts.packed_base.map(DTYPES[config.training.dtype], make_optimizer(config.optimizer))
         ownership = Ownership(machines.rank, machines.size)
-        self.store = build_store(parts.model, self.config, parts.hardware, mapped, ownership)
+        self.store = build_store(parts.model, config, parts.hardware, mapped, ownership)
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
-        self._compiler = layer_compiler(
-            *(parts.model, self.config.engine, parts.hardware.kind, parts.question.stays_uncompiled)
-        )
+        kind, stays_uncompiled = parts.hardware.kind, parts.question.stays_uncompiled
+        self._compiler = layer_compiler(parts.model, config.engine, kind, stays_uncompiled)
         self._devices = parts.hardware.make_devices()
-        self._traces = StepTraces(self.config.trace, folder.path / "trace", self._devices, self._total_steps)
+        self._traces = StepTraces(config.trace, folder.path / "trace", self._devices, self._total_steps)
         if parts.packed_base is not None:
             parts.packed_base.fill(self.store)
         if not self._checkpoints.restore(self.store, self._parts.loader):
             self._initialize()
         if machines.group is not None:  # each machine has filled what it owns
             share_weights(self.store, machines.group)
-        config, run_id = self.config, self._checkpoints.wandb_run_id
+        run_id = self._checkpoints.wandb_run_id
         self._metrics = MetricsLogger({}, run_id)
         if machines.is_first:
             self._metrics = open_metrics(
@@ -172,7 +170,7 @@ class Trainer:
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
         with StopRequest(machines.names) as stop:
             try:
-                with accumulating_in_fp16(self.config.training.fp16_accumulation):
+                with accumulating_in_fp16(config.training.fp16_accumulation):
                     ended_by, exit_code = self._measure_and_train(stop)
             finally:
                 self._metrics.close()
@@ -183,8 +181,8 @@ class Trainer:
             if bad := self._parts.loader.num_bad_records():
                 say(f"bad records skipped: {bad}")
             if long := self._parts.loader.num_long_documents():
-                handled = self.config.data.long_documents
-                say(f"documents longer than a sequence: {long} (long_documents = {handled})")
+                handled = f"long_documents = {config.data.long_documents}"
+                say(f"documents longer than a sequence: {long} ({handled})")
             if exit_code == 0 and machines.is_first and self._meter.mean_tokens_per_s():
                 rate = f"{self._meter.mean_tokens_per_s():,.0f} tokens/s on average"
                 say(f"time     {duration(self._meter.elapsed_s)}, {rate}; see {folder.path / PAGE_FILE}")
@@ -254,13 +252,10 @@ class Trainer:
     @contextmanager
     def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
         """Run an engine for the block. After a fault, save the state that it left."""
-        parts, machines = self._parts, self._parts.machines.group
+        model, group = self._parts.model, self._parts.machines.group
         with self._meter.timed("excluded"):
             engine = build_engine(
-                *(parts.model, self.store, self._devices, plan, self.config),
-                compiler=self._compiler,
-                times_layers=times_layers,
-                machines=machines,
+                model, self.store, self._devices, plan, self.config, self._compiler, times_layers, group
             )
         try:
             try:
@@ -268,7 +263,7 @@ class Trainer:
                     try:
                         yield engine
                     except DataError:
-                        if machines is not None:
+                        if group is not None:
                             # All machines have the error. They end their saves together, while all engines run.
                             self._report(leave=0)
                             self._checkpoints.report_saves()
@@ -309,10 +304,7 @@ class Trainer:
             progress = self._position.validation
             early = progress.stop_reason(self.config.validation.patience) if progress else None
             if batch is None:
-                early = (
-                    early
-                    or "the data has come to its end; without training.steps the learning rate ends with it"
-                )
+                early = early or DATA_ENDED
             end = stop.reason() or ((early, 0) if early else None)
             if batch is None or end is not None:
                 break

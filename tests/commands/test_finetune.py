@@ -18,8 +18,7 @@ from tests.support.space_vocabularies import space_tokenizer, write_kind
 from torchround.commands import finetune, try_model
 from torchround.commands.configured_model import with_family
 from torchround.config import load_config
-from torchround.config.load import with_overrides
-from torchround.config.validate import RawConfig
+from torchround.config.load import RawConfig, with_overrides
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n} and " * 9}]}

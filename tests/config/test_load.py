@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.toml import MINIMAL, tomllib
 from torchround.config import ConfigError, load_config
-from torchround.config.validate import GONE_KEYS, RawConfig, validate
+from torchround.config.load import GONE_KEYS, RawConfig, validate
 
 
 def write(folder, name, text):

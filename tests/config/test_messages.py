@@ -10,7 +10,7 @@ from torchround import config
 from torchround.config import AdamWTable, ConfigError, load_config, to_toml
 from torchround.config.__main__ import page
 from torchround.config.key_types import Table
-from torchround.config.validate import all_keys
+from torchround.config.load import all_keys
 
 VALID = f"{MINIMAL}[training]\nsteps = 50\nglobal_batch_size = 8\nmicro_batch_size = 2\n"
 

@@ -120,7 +120,7 @@ def test_the_reader_of_compressed_tensors_makes_the_same_numbers(name, hf, tmp_p
             if len(tensor.parts) > 1:
                 codes, scales = (released[part.name] for part in tensor.parts)
                 theirs = reader.dequantize(codes, scales, args=settings, dtype=torch.float32).bfloat16()
-                ours = files.read(tensor, 0, tensor.nbytes).view(torch.bfloat16).view(tensor.shape)
+                ours = tensor.read(files, 0, tensor.nbytes).view(torch.bfloat16).view(tensor.shape)
                 assert torch.equal(ours, theirs), tensor.name
                 compared += 1
     assert compared

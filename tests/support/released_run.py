@@ -10,7 +10,7 @@ import train
 from tests.support.small_run import tensors_in
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
-from torchround.config.validate import RawConfig, validate
+from torchround.config.load import RawConfig, validate
 
 CONFIG = """
 model = { family = "llama3", hf_path = "release" }

@@ -72,16 +72,14 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     family, config = model_config(options, vocab_size)
     if warns:
         warn_of_positions("training.seq_len", options.config.training.seq_len, config)
-    try:
+    with options.blaming("model", ModelConfigError):
         model = family.build(config)
-    except ModelConfigError as error:
-        raise options.error("model", str(error)) from error
-    if options.config.lora.rank:
-        excluded = {"path", "map_base", "base", "base_cache", "experts_by_need"}
-        shape = LoraShape(**options.config.lora.model_dump(exclude=excluded))
-        add_adapters(model, family.module_names(config), shape)
-        model = _packed(options, family, config, model)
-    return model
+    if not options.config.lora.rank:
+        return model
+    excluded = {"path", "map_base", "base", "base_cache", "experts_by_need"}
+    shape = LoraShape(**options.config.lora.model_dump(exclude=excluded))
+    add_adapters(model, family.module_names(config), shape)
+    return _packed(options, family, config, model)
 
 
 def _packed(options: Options, family: ModelFamily, config: Any, model: LayeredModel) -> LayeredModel:
@@ -112,9 +110,8 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
     if table.hf_path is not None:
         family, config = _released_config(options, families, Path(table.hf_path).expanduser() / "config.json")
         if vocab_size is not None and config.vocab_size < vocab_size:
-            raise options.error(
-                "tokenizer", f"it has {vocab_size} tokens; legal: at most the model's {config.vocab_size}"
-            )
+            text = f"it has {vocab_size} tokens; legal: at most the model's {config.vocab_size}"
+            raise options.error("tokenizer", text)
         return family, config
     family = families[table.family]
     if not family.flavors:
@@ -134,10 +131,8 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily,
     shape = table.shape.model_dump(exclude_none=True)
     if table.flavor is not None and flavor_vocab is not None:
         shape.setdefault("vocab_size", flavor_vocab)
-    try:
+    with options.blaming("model.shape", ModelConfigError):
         return family, family.config_from_shape(shape, table.flavor, vocab_size)
-    except ModelConfigError as error:
-        raise options.error("model.shape", str(error)) from error
 
 
 def with_family(options: Options) -> Options:
@@ -223,7 +218,7 @@ def _released_config(
     if not path.is_file():
         lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
         raise options.error("model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}")
-    try:
+    with options.blaming("model.hf_path", HFError, ModelConfigError, what=f"{path}: "):
         content = read_object(path)
         kind = content.get("model_type")
         if named not in (AUTO, BORROWED) and kind not in families[named].hf_model_types:
@@ -240,8 +235,6 @@ def _released_config(
                 content = {"tie_word_embeddings": tied, **content}
         if named != AUTO:
             return families[named], families[named].config_from_hf(content)
-    except (HFError, ModelConfigError) as error:
-        raise options.error("model.hf_path", f"{path}: {error}") from error
     own = [each for each in families.values() if each.name != BORROWED and kind in each.hf_model_types]
     refusals = []
     for family in (*own, families[BORROWED]):
@@ -265,12 +258,12 @@ class StoredSplitWeight(StoredTensor):
     upper: StoredTensor
     residual: StoredTensor
 
-    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+    def read(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
         """Return uint8 `[nbytes]` of the fp32 weight from byte `start` on. Both are multiples of 4."""
         start, nbytes = (self.begin + start) // 2, nbytes // 2
         # The next read overwrites what this one returned.
-        upper = files.read(self.upper, start, nbytes).clone()
-        residual = files.read(self.residual, start, nbytes)
+        upper = self.upper.read(files, start, nbytes).clone()
+        residual = self.residual.read(files, start, nbytes)
         return join(upper.view(torch.bfloat16), residual.view(torch.int16)).view(torch.uint8)
 
 

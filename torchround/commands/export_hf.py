@@ -34,8 +34,7 @@ from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import end_with_message, new_parser
 from torchround.commands.configured_model import MISTAKES, SavedModel, open_saved_model
 from torchround.config import Config, Options, load_config, show
-from torchround.config.load import parse_overrides, with_overrides
-from torchround.config.validate import RawConfig
+from torchround.config.load import RawConfig, parse_overrides, with_overrides
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
 from torchround.data.loader import reads_conversations

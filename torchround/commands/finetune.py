@@ -22,6 +22,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,7 @@ from torchround.commands.configured_model import find_tokenizer, model_config, w
 from torchround.commands.plan_run import configured_question
 from torchround.commands.train_model import FAULTS, MISTAKES, build_parts, export_result, train_parts
 from torchround.config import Options, SourceTable, show
-from torchround.config.errors import config_error
-from torchround.config.load import parse_overrides, read_config, with_overrides
-from torchround.config.validate import RawConfig
+from torchround.config.load import RawConfig, config_error, parse_overrides, read_config, with_overrides
 from torchround.data import DataError, Tokenizer, TokenizerError
 from torchround.data.formats.content import fields_of, likely_content
 from torchround.data.formats.files import KINDS, find_files, kind_of
@@ -44,7 +43,6 @@ from torchround.data.tokenising import tokenise
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import fits
 from torchround.planning.planner import InfeasiblePlanError
-from torchround.planning.run_question import RunQuestion
 from torchround.run.hardware import find_hardware
 from torchround.run.run_folder import require_room
 from torchround.run.several_machines import joined_machines
@@ -58,6 +56,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SAMPLED = 1000  # documents whose tokens are counted
 MOST_TOKENS, MICRO_BATCH_TOKENS, FEW_STEPS = 4096, 8192, 50
 SAVED_DATASET = ("dataset_dict.json", "state.json")
+# Makes the error of an argument: its name, and what is wrong with it.
+mistake = partial(config_error, "")
 
 
 def main(arguments: list[str]) -> int:
@@ -84,12 +84,12 @@ def finetune(given: argparse.Namespace, overrides: Sequence[str]) -> int:
         if first != f"# {given.command}":
             text = f"{folder} holds the run of another command: {first.lstrip('# ')}; legal: that command, which continues it"
             more = f"another folder, or torchround train --config {file}, which takes changed keys"
-            raise config_error("", "--out", f"{text}, {more}")
+            raise mistake("--out", f"{text}, {more}")
         options = with_overrides(read_config(file), ())
     else:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             legal = "legal: a new folder, or an empty one"
-            raise config_error("", "--out", f"{folder} exists, and no run of this command is in it; {legal}")
+            raise mistake("--out", f"{folder} exists, and no run of this command is in it; {legal}")
         choices = choose(given, folder, dict(parse_overrides(overrides)))
         options, text = options_of(choices), toml_text(given.command, choices)
     with (
@@ -157,9 +157,7 @@ class Lengths:
 def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -> list[Choice]:
     """Choose the settings that differ from the defaults. Raises `ConfigError`, and the errors of the model's folder."""
     if named := {"run.name", "run.folder"} & overrides.keys():
-        raise config_error(
-            "", f"--{' and --'.join(sorted(named))}", "legal here: --out FOLDER, which is both"
-        )
+        raise mistake(f"--{' and --'.join(sorted(named))}", "legal here: --out FOLDER, which is both")
     name = folder.absolute().name
     source = find_source(given)  # first: a name that is wrong is found before a model is fetched
     model = find_model(given.model)
@@ -181,7 +179,7 @@ def choose(given: argparse.Namespace, folder: Path, overrides: dict[str, Any]) -
     except TokenizerError:
         raise  # it names its file
     except DataError as error:
-        raise config_error("", "DATA", str(error)) from error
+        raise mistake("DATA", str(error)) from error
     steps = options.config.training.steps if "training.steps" in overrides else given.steps
     most_tokens = min(MOST_TOKENS, shape.known_positions)
     choices += _choices_of(steps, given.lora, options, lengths, most_tokens)
@@ -220,9 +218,8 @@ def _choices_of(
         yield Choice("data.validation_fraction", share, "held out of training, for the validation loss")
         yield Choice("validation.interval_steps", max(1, steps // 5), "about five times in the run")
     if present_kind() is None and training.dtype != "float32":
-        yield Choice(
-            "training.dtype", "float32", "this machine has no accelerator, and its processor is faster so"
-        )
+        why = "this machine has no accelerator, and its processor is faster so"
+        yield Choice("training.dtype", "float32", why)
     rate, kind = (2e-4, "adapters") if rank else (1e-5, "all weights")
     yield Choice("optimizer.lr", rate, f"usual for {kind}")
     if rank:
@@ -238,12 +235,10 @@ def _micro_batch(options: Options) -> Iterator[Choice]:
     if present_kind() is None or "training.micro_batch_size" in options.raw.sources:
         return
     hardware = find_hardware(config.engine)
-    most = min(
-        MICRO_BATCH_TOKENS // config.training.seq_len,
-        config.training.global_batch_size // hardware.num_devices,
-    )
-    question: RunQuestion = configured_question(options, hardware)
-    size = 1 << (max(1, most).bit_length() - 1)  # a power of two
+    for_each = config.training.global_batch_size // hardware.num_devices
+    most = max(1, min(MICRO_BATCH_TOKENS // config.training.seq_len, for_each))
+    question = configured_question(options, hardware)
+    size = 1 << (most.bit_length() - 1)  # a power of two
     while size > 1 and not fits(replace(question, micro_batch_size=size)):
         size //= 2
     if size > 1:
@@ -292,12 +287,12 @@ def find_source(given: argparse.Namespace) -> dict[str, Any] | None:
         counts = {ending: sum(file.endswith(ending) for file in files) for ending in (*KINDS, ".txt")}
         ending = max(counts, key=lambda each: counts[each])
         if not counts[ending]:
-            raise config_error("", "DATA", f"no file in {name} has one of the endings {', '.join(counts)}")
+            raise mistake("DATA", f"no file in {name} has one of the endings {', '.join(counts)}")
         return {"path": f"{name.rstrip('/')}/**/*{ending}"}
     if path.exists() or any(letter in name for letter in "*?["):
         return {"path": name}
     if not _is_hub_name(name) or name.lower().endswith((*KINDS, ".txt", ".csv", ".tsv")):
-        raise config_error("", "DATA", f"there is no file or folder {name}{_nearest_entry(path)}")
+        raise mistake("DATA", f"there is no file or folder {name}{_nearest_entry(path)}")
     return None
 
 
@@ -313,7 +308,7 @@ def content_of(table: SourceTable) -> str:
             "instruction and output, prompt and completion (or question and answer), text, or tokens; a column of text with "
             'another name takes --data.sources \'[{ path = "..", field = ".." }]\''
         )
-        raise config_error("", "DATA", text)
+        raise mistake("DATA", text)
     return found
 
 
@@ -350,14 +345,12 @@ def find_model(name: str) -> str:
     """Return the folder of the model, fetched if it is a name on the hub. Raises `ConfigError`."""
     path = Path(name).expanduser()
     if path.is_file():
-        raise config_error(
-            "", "MODEL", f"{name} is a file; legal: the folder of a release, or its name on the hub"
-        )
+        raise mistake("MODEL", f"{name} is a file; legal: the folder of a release, or its name on the hub")
     if path.is_dir():
         return name
     near = _nearest_entry(path)
     if not _is_hub_name(name) or (near if len(path.parts) == 1 else path.parent.is_dir()):
-        raise config_error("", "MODEL", f"there is no folder {name}{near}")
+        raise mistake("MODEL", f"there is no folder {name}{near}")
     return fetch("model", name)
 
 
@@ -377,10 +370,8 @@ def fetch(kind: str, name: str) -> str:
     try:
         import huggingface_hub as hub
     except ImportError:
-        text = (
-            "there is no such folder, and fetching it from the hub needs pip install huggingface_hub datasets"
-        )
-        raise config_error("", what, text) from None
+        needs = "pip install huggingface_hub datasets"
+        raise mistake(what, f"there is no such folder, and fetching it from the hub needs {needs}") from None
     asked: dict[str, Any] = {"repo_type": kind, "allow_patterns": MODEL_FILES if kind == "model" else None}
     try:
         try:
@@ -392,23 +383,21 @@ def fetch(kind: str, name: str) -> str:
         there = next(each for each in (cache, *cache.parents) if each.exists())
         if missing > (free := shutil.disk_usage(there).free):
             text = f"{size_text(missing)} to fetch, and {size_text(free)} are free in {cache} (HF_HOME names another place)"
-            raise config_error("", what, text)
+            raise mistake(what, text)
         if missing:
             say(f"fetching  {name}: {size_text(missing)} into {cache}")
         return str(hub.snapshot_download(name, **asked))
     except (hub.errors.HFValidationError, OSError) as error:
         causes, errors, place = (error, error.__cause__), hub.errors, hub.constants
+        offline = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError
         text = f"cannot be fetched: {show(str(error))}"
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             text = f"the disk of {place.HF_HUB_CACHE} is full (HF_HOME names another place)"
         elif any(isinstance(each, errors.GatedRepoError) for each in causes):
-            text = (
-                f"its owner asks for consent: accept the terms on {place.ENDPOINT}/{name}, then hf auth login"
-            )
+            terms = f"accept the terms on {place.ENDPOINT}/{name}, then hf auth login"
+            text = f"its owner asks for consent: {terms}"
         elif any(isinstance(each, errors.RepositoryNotFoundError) for each in causes):
             text = "neither a folder here nor a repository on the hub that you may read (hf auth login for a private one)"
-        elif isinstance(
-            error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
-        ):
+        elif isinstance(error, offline):
             text = f"not in the hub's cache ({place.HF_HUB_CACHE}), and {place.ENDPOINT} cannot be reached"
-        raise config_error("", what, text) from error
+        raise mistake(what, text) from error

@@ -17,19 +17,11 @@ from torchround.commands.configured_model import MISTAKES, build_model, find_wei
 from torchround.config import MachinesTable, Options, parse_command_line, show
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
+from torchround.planning import plan_report
 from torchround.planning.cards import device_names, find_device
 from torchround.planning.exchange_time import exchange_text, usable_bytes_per_s
 from torchround.planning.memory import GIB, PROGRAM_BYTES, gib_text, size_text
 from torchround.planning.plan import Plan, text_table
-from torchround.planning.plan_report import (
-    PlanReport,
-    changes_that_fit,
-    kept_text,
-    link_text,
-    longest_tokens,
-    plan_for,
-    report_plan,
-)
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.run_question import PlannedMachines, RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, USABLE_HOST_FRACTION, Hardware, planned_kind
@@ -57,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse_command_line(["--config", given.config, *overrides])
         machine = planned_hardware(options)
         with deterministic_operations(options.config.training.deterministic):
-            answer = report_plan(configured_question(options, machine))
+            answer = plan_report.report_plan(configured_question(options, machine))
             show_plan(machine, answer)
         return 0 if answer.plan is not None else 1
 
@@ -99,7 +91,7 @@ def planned_hardware(options: Options) -> Hardware:
     )
 
 
-def show_plan(machine: Hardware, answer: PlanReport) -> None:
+def show_plan(machine: Hardware, answer: plan_report.PlanReport) -> None:
     """Print the report, and what would make a run fit that does not. `train.py --dry-run` prints it here too."""
     if machine.spec is not None and machine.device_bytes is not None:
         host = "no limit was given" if machine.host_bytes is None else gib_text(machine.host_bytes)
@@ -114,7 +106,7 @@ def show_plan(machine: Hardware, answer: PlanReport) -> None:
 def plan_with_advice(question: RunQuestion) -> Plan:
     """Plan a run. Raises `InfeasiblePlanError` with the changes that would help."""
     try:
-        return plan_for(question)
+        return plan_report.plan_for(question)
     except InfeasiblePlanError as error:
         if error.least is None:
             raise  # keys that contradict each other, not memory
@@ -123,13 +115,13 @@ def plan_with_advice(question: RunQuestion) -> Plan:
 
 def advice(question: RunQuestion) -> Iterator[str]:
     """Yield the changes that help a run most that does not fit: those that change least come first."""
-    settings = list(islice(changes_that_fit(question), MOST_ADVICE))
+    settings = list(islice(plan_report.changes_that_fit(question), MOST_ADVICE))
     yield from (f"  with {setting}: fits" for setting in settings)
     if not settings:
         yield "  no change of the config makes it fit; --machines.planned N says whether N machines would do"
 
 
-def report_lines(report: PlanReport) -> Iterator[str]:
+def report_lines(report: plan_report.PlanReport) -> Iterator[str]:
     question, plan = report.question, report.plan
     limits = question.host_bytes, question.device_bytes
     of_host, of_device = ("" if limit is None else f" of {gib_text(limit)}" for limit in limits)
@@ -151,17 +143,17 @@ def report_lines(report: PlanReport) -> Iterator[str]:
     if plan is not None:
         yield "plan, with one line for stages that are alike; bytes are of one device, compute at its peak"
         yield plan.text(question.device is not None)
-        yield kept_text(question, plan)
+        yield plan_report.kept_text(question, plan)
         if report.tokens_per_s is None:
             yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
         else:
             yield f"about {report.tokens_per_s:,.0f} tokens/s, predicted from counted work, not measured"
-            yield link_text(question, plan)
+            yield plan_report.link_text(question, plan)
         if (count := question.machines.count) > 1:
             most = f"at most {question.num_micro_batches} on each"
             yield f"{count} machines share each step of {question.step_micro_batches} micro-batches, {most}"
             yield exchange_text(question, plan)
-    longest, batch = longest_tokens(question), question.num_devices * question.machines.count
+    longest, batch = plan_report.longest_tokens(question), question.num_devices * question.machines.count
     yield f"longest sequence that fits with a batch of {batch}, one per micro-batch: {longest:,} tokens (predicted)"
 
 

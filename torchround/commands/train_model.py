@@ -171,10 +171,8 @@ def steps_of_epochs(options: Options, loader: Loader, folder: RunFolder) -> int:
     config = options.config
     _, done, state = first_state(config, folder.checkpointer())
     counted = Progress("counting steps (training.steps = N saves this)")
-    try:
+    with options.blaming("data.sources", DataError, what="its steps cannot be counted: "):
         steps = max(done + loader.num_left(state.get("data"), counted.advance), 1)
-    except DataError as error:
-        raise options.error("data.sources", f"its steps cannot be counted: {error}") from error
     text = f"data.epochs = {config.data.epochs} makes {steps:,} steps"
     warmup = config.lr_schedule.warmup_steps
     if warmup >= steps:
@@ -279,14 +277,10 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
     sizes = training.seq_len, training.global_batch_size
     # The model's vocabulary, which data that is token ids may use; the tokenizer's may be smaller.
     vocab_size = configured_model.model_config(options, tokenizer.vocab_size)[1].vocab_size
-    try:
+    with options.blaming("data.sources", DataError):
         loader = Loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
         loader.check_first_records()
-    except DataError as error:
-        raise options.error("data.sources", str(error)) from error
     if not config.validation.interval_steps:
         return loader, ()
-    try:
+    with options.blaming("validation.sources", DataError):
         return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data, vocab_size)
-    except DataError as error:
-        raise options.error("validation.sources", str(error)) from error

@@ -27,9 +27,7 @@ from torchround.checkpoint.folders import RUN_SUBFOLDER
 from torchround.commands import configured_model, end_with_message, new_parser, positive_integer
 from torchround.commands.export_hf import stop_tokens
 from torchround.config import ConfigError, Options, show
-from torchround.config.errors import COMMAND_LINE
-from torchround.config.load import parse_overrides, read_config, with_overrides
-from torchround.config.validate import RawConfig
+from torchround.config.load import COMMAND_LINE, RawConfig, parse_overrides, read_config, with_overrides
 from torchround.data import DataError, Tokenizer
 from torchround.data.scored_windows import scored_batch, scored_windows
 from torchround.data.text.chat import prompts_of

@@ -1,12 +1,12 @@
 """The configuration of a run: one table per component, loading, overrides, messages."""
 
-from torchround.config.errors import MODEL_FOLDER as MODEL_FOLDER
-from torchround.config.errors import ConfigError as ConfigError
-from torchround.config.errors import nearest as nearest
-from torchround.config.errors import show as show
+from torchround.config.load import MODEL_FOLDER as MODEL_FOLDER
+from torchround.config.load import ConfigError as ConfigError
 from torchround.config.load import Options as Options
 from torchround.config.load import load_config as load_config
+from torchround.config.load import nearest as nearest
 from torchround.config.load import parse_command_line as parse_command_line
+from torchround.config.load import show as show
 from torchround.config.load import to_toml as to_toml
 from torchround.config.load import users_module as users_module
 from torchround.config.optimizer_tables import AdamWTable as AdamWTable

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from pydantic_core import PydanticUndefined
 
-from torchround.config.errors import show
 from torchround.config.key_types import MAX_INT, Table
+from torchround.config.load import show
 from torchround.config.optimizer_tables import optimizer_tables
 from torchround.config.tables import Config, PlanTable, ShapeTable, SourceTable
 

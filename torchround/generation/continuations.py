@@ -12,6 +12,7 @@ Shapes: B sequences of a group, T tokens, V vocabulary.
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,35 +45,26 @@ class DecodingCache:
     """
 
     def __init__(self, layers: Sequence[nn.Module], capacity: int) -> None:
-        self._of_layers: list[Any] = [
-            layer.new_cache(capacity) if _remembers(layer) else None  # type: ignore[operator]
-            for layer in layers
-        ]
+        remembering: Any = {index: layer for index, layer in enumerate(layers) if hasattr(layer, "new_cache")}
+        self._of_layers = {index: layer.new_cache(capacity) for index, layer in remembering.items()}
 
     def for_layer(self, index: int) -> Any:
-        return self._of_layers[index]
+        return self._of_layers.get(index)
 
     def clear(self) -> None:
         """Drop the memory, whatever refers to this object."""
-        for part in self._of_layers:
-            if part is not None:
-                part.clear()
+        for part in self._of_layers.values():
+            part.clear()
 
 
 def can_decode(layers: Sequence[nn.Module]) -> bool:
     """Check whether the inner layers remember earlier tokens. The first looks tokens up, the last takes one position."""
-    return all(map(_remembers, layers[1:-1]))
+    return all(hasattr(layer, "new_cache") for layer in layers[1:-1])
 
 
-def sequence_bytes(layers: Sequence[nn.Module], tokens: int, element_bytes: int) -> list[int]:
-    return [
-        int(layer.cache_bytes(1, tokens, element_bytes)) if _remembers(layer) else 0  # type: ignore[operator]
-        for layer in layers
-    ]
-
-
-def _remembers(layer: nn.Module) -> bool:
-    return hasattr(layer, "new_cache")
+def sequence_bytes(layers: Sequence[Any], tokens: int, element_bytes: int) -> list[int]:
+    counted = (getattr(layer, "cache_bytes", lambda *_: 0) for layer in layers)
+    return [int(count(1, tokens, element_bytes)) for count in counted]
 
 
 @dataclass(frozen=True)
@@ -205,12 +197,14 @@ def _continue(engine: Engine, sequences: Sequence[_Sequence], keeps: bool) -> No
     """Continue sequences until all have ended. With `keeps`, keys and values stay on the devices meanwhile."""
     size = -(-len(sequences) // GROUPS)
     groups = []
-    for start in range(0, len(sequences), size):
-        part = sequences[start : start + size]
-        capacity = _padded(max(len(sequence.tokens) for sequence in part)) + part[0].max_tokens
-        groups.append(_Group(part, DecodingCache(engine.model.layers, capacity) if keeps else None))
-    caches = [group.cache for group in groups if group.cache is not None]
-    try:
+    with ExitStack() as caches:
+        for start in range(0, len(sequences), size):
+            part, cache = sequences[start : start + size], None
+            if keeps:
+                capacity = _padded(max(len(sequence.tokens) for sequence in part)) + part[0].max_tokens
+                cache = DecodingCache(engine.model.layers, capacity)
+                caches.callback(cache.clear)
+            groups.append(_Group(part, cache))
         while groups:
             logits = engine.forward([group.micro_batch() for group in groups]).outputs()
             for group, of_group in zip(groups, logits, strict=True):
@@ -220,9 +214,6 @@ def _continue(engine: Engine, sequences: Sequence[_Sequence], keeps: bool) -> No
                 if group.ended and group.cache is not None:
                     group.cache.clear()
             groups = [group for group in groups if not group.ended]
-    finally:
-        for cache in caches:
-            cache.clear()
 
 
 def _rows_that_fit(engine: Engine, tokens: int, cache_bytes: int | None) -> tuple[int, str]:

@@ -81,7 +81,7 @@ class MergedTensor(ExportedTensor):
             for start in range(0, rows, step):
                 some = left[start : start + step]
                 begin = (index * rows + start) * row_bytes
-                piece = files.read(self.source, begin, len(some) * row_bytes).view(stored)
+                piece = self.source.read(files, begin, len(some) * row_bytes).view(stored)
                 weight = piece.view(len(some), columns).float()
                 merged = torch.addmm(weight, some, right, alpha=one.scale)
                 if added is not None:
@@ -101,7 +101,7 @@ class MagnitudeTensor(ExportedTensor):
 
 
 def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:
-    return files.read(tensor, 0, tensor.nbytes).view(tensor.known_dtype).view(tensor.shape).float().clone()
+    return tensor.read(files, 0, tensor.nbytes).view(tensor.known_dtype).view(tensor.shape).float().clone()
 
 
 def _row_norms(files: TensorFiles, weight: StoredTensor, dtype: torch.dtype) -> Tensor:

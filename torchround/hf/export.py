@@ -106,7 +106,7 @@ def _is_same(files: TensorFiles, tensor: ExportedTensor, packed: StoredTensor) -
     dtype = source.known_dtype
     for start, piece in files.pieces(packed):
         rounded = piece.to(dtype, copy=True)  # the next read overwrites the piece
-        found = files.read(source, start * dtype.itemsize, len(piece) * dtype.itemsize)
+        found = source.read(files, start * dtype.itemsize, len(piece) * dtype.itemsize)
         if not torch.equal(found.view(dtype), rounded):
             return False
     return True

@@ -65,7 +65,7 @@ class PackedTensor(StoredTensor, ABC):
         """Read `count` scales from number `first` on. Raises `HFError` for one that is not a finite number."""
         scales = self.packed[1]
         size = scales.nbytes // math.prod(scales.shape)
-        found = files.read(scales, first * size, count * size).view(_type_of(scales)).clone()
+        found = scales.read(files, first * size, count * size).view(_type_of(scales)).clone()
         if not found.float().isfinite().all():
             raise HFError(f"{scales.path}: {scales.name} holds a scale that is not a finite number")
         return found
@@ -92,7 +92,7 @@ class PackedRows(PackedTensor):
             part.codes.copy_(codes.view(torch.uint8).view(-1))
             part.scales.copy_(factors[:, torch.arange(0, columns, group) // width].view(-1))
 
-    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+    def read(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
         columns = self.shape[-1]
         begin, end = (self.begin + start) // 2, (self.begin + start + nbytes) // 2
         first, last = begin // columns, -(-end // columns)
@@ -109,7 +109,7 @@ class PackedRows(PackedTensor):
         across, lowest = -(-columns // self.block[1]), int(number[0])
         scales = self._scales(files, lowest * across, (int(number[-1]) + 1 - lowest) * across)
         factors = scales.float().view(-1, across)[number - lowest]
-        found = files.read(codes, first * columns, (last - first) * columns).view(codes.known_dtype)
+        found = codes.read(files, first * columns, (last - first) * columns).view(codes.known_dtype)
         return found.view(-1, columns), factors
 
 
@@ -121,7 +121,7 @@ class PackedExperts(PackedTensor):
     def unit_bytes(self) -> int:
         return self.nbytes // self.shape[0]
 
-    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+    def read(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
         begin, unit = self.begin + start, 2 * math.prod(self.shape[1:])
         experts = range(begin // unit, -(-(begin + nbytes) // unit))
         found = torch.cat([self._expert(files, expert).view(-1) for expert in experts])
@@ -147,7 +147,7 @@ class PackedExperts(PackedTensor):
         shape = scales.shape[1:]
         shared = self._scales(files, expert * math.prod(shape), math.prod(shape)).view(shape)
         size = codes.nbytes // codes.shape[0]
-        return files.read(codes, expert * size, size).view(codes.shape[1:]), shared.view(torch.uint8)
+        return codes.read(files, expert * size, size).view(codes.shape[1:]), shared.view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ class RoundedTensor(StoredTensor):
     def unit_bytes(self) -> int:
         return math.lcm(self.packed.unit * self.known_dtype.itemsize, self.source.unit_bytes)
 
-    def read_by(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
+    def read(self, files: TensorFiles, start: int, nbytes: int) -> Tensor:
         unit, size, stored = self.packed.unit, self.known_dtype.itemsize, self.source.known_dtype
         begin, end = (self.begin + start) // size, (self.begin + start + nbytes) // size
         first, last = begin // unit * unit, -(-end // unit) * unit
         wide = stored.itemsize
-        numbers = files.read(self.source, first * wide, (last - first) * wide).view(stored)
+        numbers = self.source.read(files, first * wide, (last - first) * wide).view(stored)
         rounded = torch.empty(last - first, dtype=self.known_dtype)
         place = PackedPlace.new(self.packed, last - first)
         place.write(0, numbers)

@@ -104,13 +104,10 @@ class PretrainedWeights:
         with TensorFiles() as files:
             stored = [part for tensor in self.tensors.values() for part in tensor.parts]
             for tensor in sorted(stored, key=attrgetter("name")):
-                first = files.read(tensor, 0, min(tensor.nbytes, SAMPLED_BYTES))
-                digest.update(
-                    f"{tensor.name} {tensor.dtype_name} {tensor.shape} ".encode() + first.numpy().tobytes()
-                )
-        has_adapters = with_adapters and self.adapters is not None
-        others = f" and {self.adapters.fingerprint()}" if has_adapters and self.adapters else ""
-        return digest.hexdigest()[:16] + others
+                digest.update(f"{tensor.name} {tensor.dtype_name} {tensor.shape} ".encode())
+                digest.update(tensor.read(files, 0, min(tensor.nbytes, SAMPLED_BYTES)).numpy().tobytes())
+        own, adapters = digest.hexdigest()[:16], self.adapters if with_adapters else None
+        return own if adapters is None else f"{own} and {adapters.fingerprint()}"
 
     def load(
         self, views: Mapping[str, AbstractContextManager[Tensor | PackedPlace]], skipped: Collection[str] = ()
@@ -138,7 +135,20 @@ class PretrainedWeights:
             self.adapters.load(views)
 
     def _read(self, files: TensorFiles, name: str, view: Tensor | PackedPlace) -> None:
-        read_plain(files, self.tensors[name], view)
+        """Read a tensor into `view`, converted to its type, or packed. Shape and type were checked. Raises `HFError`."""
+        tensor = self.tensors[name]
+        if (
+            isinstance(view, PackedPlace)
+            and isinstance(tensor, PackedTensor)
+            and tensor.packs_as(view.format)
+        ):
+            tensor.read_packed(files, view)
+        elif isinstance(view, PackedPlace):
+            for start, piece in files.pieces(tensor, view.format.unit):
+                view.write(start, piece)
+        else:
+            for start, piece in files.pieces(tensor):
+                view.view(-1)[start : start + len(piece)].copy_(piece)
 
     def map_tensors(
         self, parameters: Collection[str], dtype: torch.dtype
@@ -173,19 +183,6 @@ class PretrainedWeights:
         if problems:
             listed = (f"{kind}: {_some(found)}" for kind, found in problems.items())
             raise HFError(f"{self.folder}: the weights do not fit this model", *listed)
-
-
-def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor | PackedPlace) -> None:
-    """Read a tensor into `view`, converted to its type, or packed. Shape and type were checked. Raises `HFError`."""
-    if isinstance(view, PackedPlace) and isinstance(tensor, PackedTensor) and tensor.packs_as(view.format):
-        tensor.read_packed(files, view)
-        return
-    if isinstance(view, PackedPlace):
-        for start, piece in files.pieces(tensor, view.format.unit):
-            view.write(start, piece)
-    else:
-        for start, piece in files.pieces(tensor):
-            view.view(-1)[start : start + len(piece)].copy_(piece)
 
 
 def _parts(tensors: HFTensors, view: Tensor | PackedPlace) -> Iterator[tuple[str, Tensor | PackedPlace]]:

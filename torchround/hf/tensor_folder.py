@@ -78,7 +78,7 @@ class StoredTensor:
         """Bytes that are read at once at no more cost than a few of them."""
         return 1
 
-    def read_by(self, files: "TensorFiles", start: int, nbytes: int) -> Tensor:
+    def read(self, files: "TensorFiles", start: int, nbytes: int) -> Tensor:
         """Read uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next read by `files`."""
         return files.read_range(self, self.begin + start, nbytes)
 
@@ -212,10 +212,6 @@ class TensorFiles:
         self._open: dict[Path, BinaryIO] = {}
         self._scratch = bytearray(0)
 
-    def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
-        """Read uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next call."""
-        return tensor.read_by(self, start, nbytes)
-
     def pieces(self, tensor: StoredTensor, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Yield the numbers of a tensor, flat, a few MiB at a time: a `multiple` of them, and the place of the first.
 
@@ -225,7 +221,7 @@ class TensorFiles:
         multiple = math.lcm(multiple, max(tensor.unit_bytes // size, 1))
         step = max(PIECE_BYTES // size // multiple, 1) * multiple
         for start in range(0, numel, step):
-            piece = self.read(tensor, start * size, min(step, numel - start) * size)
+            piece = tensor.read(self, start * size, min(step, numel - start) * size)
             yield start, piece.view(tensor.known_dtype)
 
     def read_range(self, tensor: StoredTensor, begin: int, nbytes: int) -> Tensor:

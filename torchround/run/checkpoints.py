@@ -31,7 +31,7 @@ from torchround.checkpoint import (
 from torchround.checkpoint.checkpointer import save_with_patience
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config, LoraTable
-from torchround.config.validate import GONE_KEYS
+from torchround.config.load import GONE_KEYS
 from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import Save
@@ -144,7 +144,7 @@ class RunCheckpoints:
                 # Not isinstance: JSON's true is an int in Python.
                 if type(state[key]) is not int or not 0 <= state[key] <= limit:
                     raise ValueError(f"{key} is {str(state[key])[:100]}")
-            stale_layers = state["stale_layers"] * store.mode.updates_by_layer
+            stale_layers = state["stale_layers"] if store.mode.updates_by_layer else 0
             # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
             older = (b.older_views(store.step, lags=b.layers[0] < stale_layers) for b in store.trained)
             holds_older_weights = all(
@@ -192,11 +192,11 @@ class RunCheckpoints:
                 # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
                 loaded = replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
         except ForeignCheckpointError as error:
-            advice = ""
-            if error.state:  # it could be read: the tensors are others
-                differing = ", ".join(changes(error.state, config, (*MODEL_KEYS, *STORED_KEYS)))
-                advice = f"{f' ({differing})' * bool(differing)}. {_ways_out(error.folder)}"
-            raise RunError(f"{error}{advice}") from error
+            if not error.state:  # it could not be read
+                raise RunError(error) from error
+            differing = changes(error.state, config, (*MODEL_KEYS, *STORED_KEYS))
+            named = f" ({', '.join(differing)})" if differing else ""
+            raise RunError(f"{error}{named}. {_ways_out(error.folder)}") from error
         except FolderError as error:  # the run's own are tried one after the other
             raise RunError(f"checkpoint.load_path: {error}") from error
         if loaded is not None and self._team.rank == 0:  # all machines have the same settings
@@ -355,7 +355,8 @@ def check_start(config: Config, checkpointer: Checkpointer) -> None:
     resumes = path != start or config.checkpoint.load == "all"
     if differing := changes(state, config, MODEL_KEYS):
         advice = ". Resume with the former model, or give the run a name of its own (--run.name NAME)"
-        raise RunError(f"{path} is of another model ({', '.join(differing)}){advice * resumes}")
+        text = f"{path} is of another model ({', '.join(differing)})"
+        raise RunError(f"{text}{advice}" if resumes else text)
     is_reloaded = config.lora.map_base or config.lora.base != "bf16"
     if not resumes and is_reloaded and (differing := changes(state, config, ("model.hf_path",))):
         logger.warning(
@@ -388,19 +389,16 @@ def first_state(
 
 def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config, *more: str) -> None:
     """Warn of settings that differ from the checkpoint's, and of other values that it has for keys that are constants now."""
-    changed, before = changes(state, config, (*LOSS_KEYS, *more)), state.get("config")
-    for key, constant in GONE_KEYS.items():
-        table, _, name = key.partition(".")
-        old = before.get(table) if isinstance(before, dict) else None
-        if isinstance(old, dict) and old.get(name, constant) != constant:
-            changed.append(f"{key} {old[name]!r} -> {constant!r}")
-    if changed:
+    if changed := changes(state, config, (*LOSS_KEYS, *more, *GONE_KEYS)):
         message = f"{path} was made with other settings; from now on {', '.join(changed)}"
         logger.warning("%s", terminal_safe(message))
 
 
 def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> list[str]:
-    """Return `table.key old -> new` for each key whose value in the state's configuration differs from the run's."""
+    """Return `table.key old -> new` for each key whose value in the state's configuration differs from the run's.
+
+    A key of earlier releases has its constant as the new value.
+    """
     before, now = state.get("config"), config.model_dump(mode="json")
     if not isinstance(before, dict):
         return []
@@ -411,11 +409,10 @@ def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> li
         if table == "lora" and isinstance(old, dict):  # older checkpoints lack keys
             old = LoraTable().model_dump(mode="json") | old
         if isinstance(old, dict):
-            changed += [
-                f"{table}.{each} {old[each]!r} -> {now[table][each]!r}"
-                for each in ([name] if name else now[table])
-                if each in old and old[each] != now[table][each]
-            ]
+            for each in [name] if name else now[table]:
+                new = now[table].get(each, GONE_KEYS.get(f"{table}.{each}"))
+                if old.get(each, new) != new:
+                    changed.append(f"{table}.{each} {old[each]!r} -> {new!r}")
     return changed
 
 

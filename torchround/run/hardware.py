@@ -55,10 +55,10 @@ class Hardware:
             return [CpuDevice(index, self.device_bytes) for index in range(self.num_devices)]
         kind = kind_of(self.kind)
         if not kind.locks_pages:
-            logger.warning(
-                "%s devices cannot page-lock host memory that exists, so copies do not overlap with compute",
-                self.kind,
+            text = (
+                "%s devices cannot page-lock host memory that exists, so copies do not overlap with compute"
             )
+            logger.warning(text, self.kind)
         num_cards = kind.count()
         shared = self.num_devices > num_cards
         return [

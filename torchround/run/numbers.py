@@ -25,6 +25,7 @@ from torchround.layer import LayeredModel, LayerWork, aligned, may_compile
 from torchround.optim.formats import FORMATS
 from torchround.optim.optimizer import make_optimizer
 from torchround.optim.rules.muon import STEPS
+from torchround.planning import update_costs
 from torchround.planning.cards import ASSUMED_DEVICE, DeviceSpec
 from torchround.planning.costs import BundleCount, Costs, LayerCost, ParameterCounts, measured_costs
 from torchround.planning.keep_rule import kept_whole
@@ -35,15 +36,6 @@ from torchround.planning.plan_report import fits, plan_for
 from torchround.planning.planner import InfeasiblePlanError
 from torchround.planning.rates import CardRates, costs_from_work, launch_seconds
 from torchround.planning.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
-from torchround.planning.update_costs import (
-    JOB_DTYPE,
-    JOB_ELEMENT_BYTES,
-    RuleCosts,
-    UpdateCosts,
-    newton_schulz_flops,
-    scratch_bytes,
-    slot_bytes,
-)
 from torchround.run.hardware import Hardware
 
 logger = logging.getLogger(__name__)
@@ -68,9 +60,8 @@ def run_question(
     training, engine, dtype = config.training, config.engine, DTYPES[config.training.dtype]
     given, stale_layers, given_kept = given_plan(engine, len(model.layers))
     if training.fp16_accumulation and not kind_of(hardware.kind).adds_in_fp16:
-        raise EngineUsageError(
-            f"training.fp16_accumulation = true: {hardware.kind} devices cannot add up in float16; legal: false"
-        )
+        text = f"{hardware.kind} devices cannot add up in float16; legal: false"
+        raise EngineUsageError(f"training.fp16_accumulation = true: {text}")
     mapped = {*mapped, *(model.packed if config.lora.map_base else ())}
     bundles, _ = collect_bundles(model, mapped, make_optimizer(config.optimizer), dtype.itemsize)
     updates, rule_of = optimizer_costs(model, bundles, config)
@@ -163,9 +154,8 @@ def given_plan(
         rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
         partition = Partition.from_lists(given.forward, given.fused, given.backward)
     if partition.num_layers != num_layers:
-        raise EngineUsageError(
-            f"engine.plan covers {partition.num_layers} layers, the model has {num_layers} (embedding and head included)"
-        )
+        text = f"the model has {num_layers} (embedding and head included)"
+        raise EngineUsageError(f"engine.plan covers {partition.num_layers} layers, {text}")
     return (partition, rounds), stale_layers, kept
 
 
@@ -175,7 +165,7 @@ def _counted_costs(
     hardware: Hardware,
     bundles: Sequence[Bundle],
     counts: ParameterCounts,
-    updates: UpdateCosts,
+    updates: update_costs.UpdateCosts,
     compiles: bool,
 ) -> Callable[[int, int, int], Costs]:
     numels, dtype = layer_numels(bundles, len(model.layers)), config.training.dtype
@@ -289,7 +279,7 @@ def parameter_counts(
 
 def optimizer_costs(
     model: LayeredModel, bundles: Sequence[Bundle], config: Config
-) -> tuple[UpdateCosts, dict[str, int]]:
+) -> tuple[update_costs.UpdateCosts, dict[str, int]]:
     """Ask the run's optimizer what it keeps and moves. Rules that keep and move the same are one.
 
     Also returns the place in `UpdateCosts.rules` of each trained parameter, by its stored name.
@@ -300,11 +290,13 @@ def optimizer_costs(
     kinds = {name: (rule.values, rule.uses_direction) for name, rule in rules.items()}
     distinct = list(dict.fromkeys(kinds.values())) or [((), False)]
 
-    def costs(state: str) -> UpdateCosts:
+    def costs(state: str) -> update_costs.UpdateCosts:
         kept_bytes = FORMATS[state].element_bytes
-        return UpdateCosts(
+        return update_costs.UpdateCosts(
             tuple(
-                RuleCosts(sum(map(kept_bytes, values)), JOB_ELEMENT_BYTES if uses_direction else 0.0)
+                update_costs.RuleCosts(
+                    sum(map(kept_bytes, values)), update_costs.JOB_ELEMENT_BYTES if uses_direction else 0.0
+                )
                 for values, uses_direction in distinct
             ),
             splits_weights=make_optimizer(table).splits_weights and config.training.dtype == "bfloat16",
@@ -324,12 +316,14 @@ def with_job(layer: LayerCost, shapes: Sequence[Sequence[int]], device: DeviceSp
     """
     if not shapes:
         return layer
-    card = CardRates.of(device, JOB_DTYPE if JOB_DTYPE in device.peak_flops else dtype)
+    card = CardRates.of(
+        device, update_costs.JOB_DTYPE if update_costs.JOB_DTYPE in device.peak_flops else dtype
+    )
     return replace(
         layer,
-        job_s=card.product_s(sum(newton_schulz_flops(shape, STEPS) for shape in shapes)),
-        job_link_s=device.hop_s(JOB_ELEMENT_BYTES * sum(map(math.prod, shapes))),
+        job_s=card.product_s(sum(update_costs.newton_schulz_flops(shape, STEPS) for shape in shapes)),
+        job_link_s=device.hop_s(update_costs.JOB_ELEMENT_BYTES * sum(map(math.prod, shapes))),
         # The matrices take the same memory one after the other.
-        job_slot_bytes=max(map(slot_bytes, shapes)),
-        job_scratch_bytes=max(map(scratch_bytes, shapes)),
+        job_slot_bytes=max(map(update_costs.slot_bytes, shapes)),
+        job_scratch_bytes=max(map(update_costs.scratch_bytes, shapes)),
     )

@@ -7,13 +7,12 @@ cache may serve runs of several kinds.
 
 import fcntl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
-from torch import Tensor
 
 from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint, verify_checkpoint
 from torchround.engine.store.bundles import Bundle
@@ -44,7 +43,8 @@ class PackedBase:
         bundles = [bundle for bundle in store.bundles if bundle.packed is not None and not bundle.mapped]
         if not bundles:
             return
-        views, caches = _views(bundles), self._caches(bundles)
+        views = {_name(bundle): bundle.device_weights[0].view(torch.uint8) for bundle in bundles}
+        caches = self._caches(bundles)
         with nullcontext() if caches is None else _using(caches.folder), store.writing() as places:
             if caches is not None and caches.checkpoints():
                 load_checkpoint(caches.named(0), views, lambda name: False)
@@ -52,9 +52,8 @@ class PackedBase:
             self.weights.load({name: places[name] for name in self.model.packed})
             if caches is not None:
                 size = sum(view.nbytes for view in views.values())
-                caches.save(
-                    0, views, {}, advance=Progress(f"writing {caches.folder}", size, size_text).advance
-                )
+                progress = Progress(f"writing {caches.folder}", size, size_text)
+                caches.save(0, views, {}, advance=progress.advance)
 
     def map(self, dtype: torch.dtype, optimizer: Optimizer) -> dict[str, tuple[FileTensor, ...]]:
         """Map the files of the cache, by parameter: each has the whole of its bundle. Makes the cache if it is missing.
@@ -94,25 +93,25 @@ def _name(bundle: Bundle) -> str:
     return f"{bundle.parameters[0].name} {bundle.packed}"
 
 
-def _views(bundles: Sequence[Bundle]) -> dict[str, Tensor]:
-    return {_name(bundle): bundle.device_weights[0].view(torch.uint8) for bundle in bundles}
-
-
 @contextmanager
 def _using(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a cache; the lock ends with the process. Errors about it name its key and the way out."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / ".lock", "a") as file:
+    """Keep other runs out of a cache; the lock ends with the process. Errors about it name its key and the way out.
+
+    Other errors of the block, such as those of the release that is packed, pass as they are.
+    """
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(folder / ".lock", "a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 say(f"{folder}: waiting for another run that uses it")
                 fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RunError(f"lora.base_cache: {folder} cannot be used: {error}") from error
+        try:
             yield
-    except OSError as error:
-        raise RunError(f"lora.base_cache: {folder} cannot be used: {error}") from error
-    except CheckpointError as error:
-        raise RunError(
-            f"lora.base_cache: {error}; delete that folder, and the weights are packed anew"
-        ) from error
+        except CheckpointError as error:
+            text = f"lora.base_cache: {error}; delete that folder, and the weights are packed anew"
+            raise RunError(text) from error

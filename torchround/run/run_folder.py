@@ -56,9 +56,8 @@ class RunFolder:
         try:
             self.team.together(self._open, f"whether {self.path} is free", (RunError,))
             holder = self.team.gather(self._holder(), f"the holder of {self.path}")[0]
-            self.team.together(
-                lambda: self._require_shared(holder), f"whether all see {self.path}", (RunError,)
-            )
+            what = f"whether all see {self.path}"
+            self.team.together(lambda: self._require_shared(holder), what, (RunError,))
         except BaseException:
             self.__exit__()
             raise
@@ -135,10 +134,8 @@ class RunFolder:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise RunError(f"run.folder: {self.path} cannot be locked: {error}") from error
-            logger.warning(
-                "%s cannot be locked (%s); nothing will stop a second process from writing there",
-                *(self.path, error),
-            )
+            text = "%s cannot be locked (%s); nothing will stop a second process from writing there"
+            logger.warning(text, self.path, error)
         # For the message of a second process, and for machines that look if they see this folder. The lock is the kernel's.
         os.truncate(self._lock, 0)
         holder = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})\n"

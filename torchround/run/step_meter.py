@@ -115,9 +115,8 @@ class StepMeter:
         before = min(self._window[0], self._at_record, key=lambda sums: sums["steps"])
         steps = self._sums["steps"] - before["steps"]
         mean = {key: (value - before[key]) / steps for key, value in self._sums.items()}
-        figures = {
-            name: tuple(mean[name, device] for device in range(len(self._devices))) for name in _FIGURES
-        }
+        numbers = range(len(self._devices))
+        figures = {name: tuple(mean[name, number] for number in numbers) for name in _FIGURES}
         step_s = mean["training_s"]
         tokens_per_s = mean["tokens"] / step_s if step_s > 0 else 0.0
         devices_s = len(self._devices) * step_s

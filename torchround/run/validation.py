@@ -140,18 +140,12 @@ class RunValidation:
             return ()
         texts: list[str] = []
         if self.machines.is_first:
+            asked, stops = [prompt.tokens for prompt in self.prompts], self.stop_tokens
+            limits = {"max_tokens": self.table.prompt_tokens, "cache_bytes": SAMPLE_CACHE_BYTES}
             try:
-                found = generate(
-                    *(engine, [prompt.tokens for prompt in self.prompts]),
-                    max_tokens=self.table.prompt_tokens,
-                    stop_tokens=self.stop_tokens,
-                    cache_bytes=SAMPLE_CACHE_BYTES,
-                )
-                asked = zip(self.prompts, found, strict=True)
-                texts = [
-                    self.tokenizer.decode_after(prompt.tokens, without_end(ids, self.stop_tokens))
-                    for prompt, ids in asked
-                ]
+                found = zip(asked, generate(engine, asked, stop_tokens=stops, **limits), strict=True)
+                decode = self.tokenizer.decode_after
+                texts = [decode(prompt, without_end(ids, stops)) for prompt, ids in found]
             except ValueError as error:
                 logger.warning("validation.prompts are not continued: %s", error)
         texts = self.machines.agree("validation", texts, "the continuations of the prompts")[0]
