@@ -236,10 +236,9 @@ class Engine:
         try:
             try:
                 self.store.write_true_weights(kept)
-            except BaseException:
+            finally:
                 task.finish(self._board)
-                raise
-            self._end_rewrite(task)
+            self._share_rewritten()
             yield
             is_whole = True
         finally:
@@ -247,8 +246,9 @@ class Engine:
                 task = self._begin_rewrite()  # evaluations may still read, also after an exception
             finally:
                 self.store.restore_device_weights(kept)  # a fault has ended all readers
-            # Not after an exception: the other machines may never come to the end of the block.
-            self._end_rewrite(task, shares=is_whole)
+            task.finish(self._board)
+            if is_whole:  # otherwise the other machines may never come to the end of the block
+                self._share_rewritten()
 
     def _begin_rewrite(self) -> Task:
         with self._call():
@@ -257,12 +257,10 @@ class Engine:
                 access.begin(self._watchdog)
             return task
 
-    def _end_rewrite(self, task: Task, shares: bool = True) -> None:
-        task.finish(self._board)
-        if shares:
-            with self._call():
-                self._program.share_rewritten()
-                self._program.hand_out()
+    def _share_rewritten(self) -> None:
+        with self._call():
+            self._program.share_rewritten()
+            self._program.hand_out()
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""

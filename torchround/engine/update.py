@@ -77,14 +77,10 @@ class Updater(Worker):
         if self._host_optimizer is not None:
             self._host_optimizer.bind(trained_weights(store))
         self._exchange = exchange
+        self._max_norm, self._clips_by_layer = settings.max_norm, settings.clip == "layer"
         clipped = {b.index: [s for s in b.segments if not s.rule.uses_direction] for b in store.trained}
-        sizes = {i: sum(p.shape.numel() for s in found for p in s.parameters) for i, found in clipped.items()}
-        self._clips_by_layer = settings.clip == "layer"
-        self._max_norms = {
-            index: layer_max_norm(settings.max_norm, size, sum(sizes.values()))
-            if self._clips_by_layer and size
-            else settings.max_norm * bool(size)
-            for index, size in sizes.items()
+        self._sizes = {
+            i: sum(p.shape.numel() for s in each for p in s.parameters) for i, each in clipped.items()
         }
         self._num_threads = update_threads(num_devices)
         self._threads = RangeThreads(self._num_threads)
@@ -143,7 +139,7 @@ class Updater(Worker):
             raise EngineUsageError("step() needs a learning rate; only a HostOptimizer has one of its own")
         return lr, None
 
-    # The tasks of a step, in their order. In `bounded`, `decide` and `end_pass` come first, then `measure_gradient` and `update`
+    # The tasks of a step, in their order. In `bounded`, `end_pass` and `decide` come first, then `measure_gradient` and `update`
     # for each bundle, and only `finish` joins the norms.
 
     def measure_gradient(self, bundle: Bundle, step: int) -> None:
@@ -245,10 +241,11 @@ class Updater(Worker):
 
     def _factor(self, bundle: Bundle, decision: Decision) -> float:
         """Return the factor that clips a bundle's gradient, by the whole norm or its own, and undoes the loss scale."""
-        scale, norm = decision.report.loss_scale, decision.norm_to_clip
-        if self._clips_by_layer:
+        scale, norm, max_norm = decision.report.loss_scale, decision.norm_to_clip, self._max_norm
+        if self._clips_by_layer and (size := self._sizes[bundle.index]):  # otherwise nothing of it is clipped
             norm = math.sqrt(self._squares[bundle.index]) / scale
-        return clip_scale(norm, self._max_norms[bundle.index]) / scale
+            max_norm = layer_max_norm(max_norm, size, sum(self._sizes.values()))
+        return clip_scale(norm, max_norm) / scale
 
     def update(self, decision: Decision, bundle: Bundle) -> None:
         """Update a bundle, or skip it: make version `step + 1` equal to version `step`. If an update fails, try once more."""

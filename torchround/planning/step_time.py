@@ -126,9 +126,8 @@ def run_stages(
 ) -> list[float]:
     """Run the stages of one step, round by round, each no earlier than `ready_s`; return when each ends.
 
-    Stages go to the devices in turn. `free[k]` is when the device that takes the k-th next one becomes free. It is updated in
-    place, as the next step finds it. `between` is called after the first `at` stages, with the index in `free` of the device
-    that takes the next one.
+    Stages go to the devices in turn. `free[k]`, which is updated in place for the next step, is when the device of the k-th
+    next one becomes free. `between` is called after the first `at` stages, with the index in `free` of the next one's device.
     """
     num_devices, device = len(free), 0
     stages = list(zip(times.entry_s, times.total_s, ready_s, times.boundary_from, strict=True))
