@@ -37,14 +37,15 @@ KINDS = {
     "llama4": "vision_model",
 }
 VOCAB = 264
-BY_DEFAULT = ("qwen3_5", "mistral3")
+# The others run by night, but for the one with linear attention and heads for several tokens.
+MARKS = {"mistral3": [], "qwen3_5": [pytest.mark.releases]}
 ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'o_proj']", "--optimizer.lr=0.05")
 SINGLE = "model.safetensors"
 TOKENS = torch.arange(2, 14)[None]
 pytestmark = pytest.mark.thorough
 
 
-@pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.nightly] * (k not in BY_DEFAULT)) for k in KINDS])
+@pytest.fixture(params=[pytest.param(kind, marks=MARKS.get(kind, pytest.mark.nightly)) for kind in KINDS])
 def kind(request):
     return request.param
 

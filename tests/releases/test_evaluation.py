@@ -33,7 +33,7 @@ FAMILIES = {"llama3": "", "gpt_oss": ", num_experts = 3, num_chosen = 2"}
 EXPORT = Path(f"outputs/run/export/{checkpoint_name(20)}")
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[pytest.param("llama3", marks=pytest.mark.releases), "gpt_oss"])
 def folder(request, tmp_path):
     with working_in(tmp_path) as folder:
         write_lines(folder / "text.jsonl", [{"text": f"{n} and {n + 1} is {2 * n + 1}"} for n in range(99)])
