@@ -124,18 +124,20 @@ def truncate(path):
 DAMAGE = {"truncated": truncate, "a changed bit": flip_last_bit, "gone": lambda path: path.unlink()}
 
 
-@pytest.mark.parametrize("maps", ["false", "true"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_nothing_is_trained_on_a_damaged_cache(damage, maps, folder, capsys):
-    cached = ("--lora.base=nf4", "--lora.base_cache=cache", f"--lora.map_base={maps}")
+def test_nothing_is_trained_on_a_damaged_cache(folder, capsys):
+    cached = ("--lora.base=nf4", "--lora.base_cache=cache")
     assert run("writes", *cached, "--training.steps=1") == 0
     (path,) = (folder / "cache").rglob("*.safetensors")
-    DAMAGE[damage](path)
-    capsys.readouterr()
-    assert run("reads", *cached) == 2
-    printed = capsys.readouterr().err
-    assert "lora.base_cache: " in printed and path.name in printed and "Traceback" not in printed
-    assert not losses(folder, "reads") if (folder / "outputs" / "reads" / "metrics.jsonl").exists() else True
+    whole = path.read_bytes()
+    for damage in DAMAGE.values():
+        for maps in ("false", "true"):
+            path.write_bytes(whole)
+            damage(path)
+            capsys.readouterr()
+            assert run("reads", *cached, f"--lora.map_base={maps}") == 2
+            printed = capsys.readouterr().err
+            assert "lora.base_cache: " in printed and path.name in printed and "Traceback" not in printed
+            assert not (folder / "outputs" / "reads" / "metrics.jsonl").exists()
 
 
 def test_a_weight_that_is_not_finite_is_named(folder, capsys):

@@ -14,7 +14,8 @@ from torchround.checkpoint.folders import checkpoint_name
 BF16 = "--training.dtype=bfloat16"
 ASYNC = "--engine.update=async"
 LORA = ("--lora.rank=2", "--training.dtype=bfloat16")
-VALIDATED = ("--validation.interval_steps=2", '--validation.sources=[{ path = "text.jsonl" }]')
+VALIDATED = ("--validation.interval_steps=2", "--validation.max_batches=1")
+VALIDATED += ('--validation.sources=[{ path = "text.jsonl" }]',)
 PROMPTED = ('--validation.prompts=["a prompt", "b"]', "--validation.prompt_tokens=3")
 TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 
