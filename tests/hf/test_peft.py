@@ -42,13 +42,9 @@ CASES = [
     ("borrowed gpt_oss", (*STACKED, "q_proj"), {}),  # inputs first, biases
 ]
 BY_NIGHT = [
-    ("llama3", ATTENTION + MLP),
-    ("qwen3", ATTENTION + MLP),
-    ("gpt_oss", ATTENTION + STACKED),
     ("gpt_oss", STACKED[1:]),
     ("borrowed qwen2", ATTENTION + MLP),
     ("borrowed gemma2", ("v_proj", "up_proj")),
-    ("borrowed phi3", ("qkv_proj", "gate_up_proj")),
     ("borrowed qwen3_moe", ATTENTION + STACKED),
     ("borrowed deepseek_v3", ("o_proj", "experts.gate_up_proj", "experts.down_proj")),
 ]

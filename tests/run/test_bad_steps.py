@@ -116,6 +116,9 @@ def test_bad_steps_in_a_row_end_the_run_with_the_state_after_the_last_good_one(s
 
 def test_float16_overflows_that_a_lower_loss_scale_cures_are_no_bad_steps(small_runs, monkeypatch, caplog):
     change_loss(monkeypatch, lambda loss, step: Steeper.apply(loss, 2.0**9))
-    assert small_runs("run", "--training.dtype=float16", "--training.max_skipped_steps=1", *LONG, "--training.steps=15") == 0
+    assert (
+        small_runs("run", "--training.dtype=float16", "--training.max_skipped_steps=1", *LONG, "--training.steps=15")
+        == 0
+    )
     skipped = small_runs.steps("run")[-1]["skipped_steps"]
     assert 1 < skipped < 15 and caplog.text.count("overflows float16") == skipped
