@@ -39,8 +39,11 @@ RUNS = {
     "async, tied, two rounds": ([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], [THREE]),
     "async, float16": ([ASYNC, UNCORRECTED, FLOAT16], [ALONE]),
     "async, compact, split": ([ASYNC, UNCORRECTED, COMPACT, BFLOAT16], [ALONE]),
-    "kept, async, predict, adapters": ([KEEP_ALL, ASYNC, PREDICT, *ADAPTERS], [KEEP_SOME, THREE]),
-    "kept, scaled adapters, split": ([KEEP_ALL, BFLOAT16, *SCALED], [KEEP_SOME, THREE]),
+    "kept, async, predict, scaled adapters": (
+        [KEEP_ALL, ASYNC, PREDICT, BFLOAT16, *SCALED],
+        [KEEP_SOME, OTHER_PLAN, THREE],
+    ),
+    "kept, adapters": ([KEEP_ALL, *ADAPTERS], [KEEP_SOME, THREE]),
     "async, predict, tied, split": ([ASYNC, PREDICT, TIED, BFLOAT16], [THREE]),
     "async, predict, compact": ([ASYNC, PREDICT, COMPACT, BFLOAT16], [ALONE]),
     "bounded, tied, split": ([*BOUNDED, TIED, BFLOAT16], [THREE]),
@@ -51,8 +54,8 @@ RUNS = {
 }
 # By default, each update, each form of state and each number of devices.
 BY_DEFAULT = (
-    *("sync, tied, two rounds, compact, split", "async, another plan", "kept, async, predict, adapters"),
-    *("bounded, tied, split", "muon, async, compact, two rounds", "kept, scaled adapters, split"),
+    *("sync, tied, two rounds, compact, split", "kept, async, predict, scaled adapters"),
+    *("bounded, tied, split", "muon, async, compact, two rounds"),
 )
 nightly = pytest.mark.nightly
 
@@ -73,7 +76,8 @@ def test_interrupted_and_resumed_on_other_devices_it_equals_an_uninterrupted_run
     assert small_runs("stopped", *settings, *changes) == 0
     small_runs.assert_same("stopped", "whole")
     if KEEP_SOME in changes:
-        assert small_runs.plan("stopped")["kept"] == [[], *[["attention", "down"]] * 3, []]
+        fewest = 2  # blocks before the fused stage
+        assert small_runs.plan("stopped")["kept"][: 1 + fewest] == [[], *[["attention", "down"]] * fewest]
 
 
 def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(small_runs):

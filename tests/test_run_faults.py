@@ -23,17 +23,6 @@ def file_for_checkpoints(small_runs):
     return obstacle
 
 
-def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works(small_runs, monkeypatch, caplog):
-    obstacle = file_for_checkpoints(small_runs)
-    saves_ended = awaiting_saves(monkeypatch)
-    before_step(monkeypatch, 4, lambda: (saves_ended(1), obstacle.unlink()))
-    assert small_runs("run", "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0") == 0
-    [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "step 2 could not be written" in warning.getMessage()
-    assert "training continues" in warning.getMessage()
-    assert small_runs.saved("run") == [4, 5]
-
-
 def test_a_failed_save_before_a_fault_is_not_reported_as_one_that_will_be_retried(small_runs, monkeypatch, caplog):
     obstacle = file_for_checkpoints(small_runs)
     saves_ended = awaiting_saves(monkeypatch)

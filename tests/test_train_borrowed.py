@@ -44,7 +44,8 @@ STATES = {
     "muon, adapters": ("qwen2", MUON, BFLOAT16, "--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']"),
 }
 RUNS = {**{kind: (kind,) for kind in KINDS}, **STATES}
-BY_DEFAULT = ("qwen3_moe", "muon, compact")  # adapters of experts are resumed in the test below
+# Adapters of experts are resumed in the test below.
+MARKS = {"muon, compact": [], "qwen3_moe": [pytest.mark.releases]}
 ADAPTED = ("--lora.rank=2", "--lora.targets=['q_proj', 'down_proj']", "--optimizer.lr=0.05")
 SCALED = ("--lora.dora=true", "--lora.rslora=true", "--lora.rank_pattern={ q_proj = 3 }")
 SINGLE = "model.safetensors"
@@ -87,7 +88,7 @@ def change_config(folder, **changes):
     (folder / "release" / "config.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in BY_DEFAULT else pytest.mark.nightly) for c in RUNS])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, pytest.mark.nightly)) for case in RUNS])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_what_transformers_loads(
     case, folder, releases
 ):
@@ -121,7 +122,11 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_wh
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [*(pytest.param(kind, (), marks=pytest.mark.nightly) for kind in KINDS[:2]), (KINDS[0], SCALED), (KINDS[2], ())],
+    [
+        *(pytest.param(kind, (), marks=pytest.mark.nightly) for kind in KINDS[:2]),
+        pytest.param(KINDS[0], SCALED, marks=pytest.mark.releases),
+        (KINDS[2], ()),
+    ],
 )
 def test_adapters_are_exported_merged_or_alone_loaded_by_another_run_and_trained_alike_on_a_mapped_base(
     kind, more, folder, releases, capsys

@@ -1,14 +1,18 @@
-"""`[model.shape]`: a shape of one's own is checked, planned, trained, resumed, compared and exported."""
+"""`[model.shape]`: a shape of one's own is checked, planned, trained, resumed, compared and exported.
+
+An export has what the converter of llama.cpp reads (docs/trying.md): class, sizes, names of tensors and a tokenizer.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoTokenizer
 
 import train
 from tests.support.released_run import write_lines
+from tests.support.toy_release import load_model
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
@@ -29,6 +33,13 @@ SHAPES = {
     "qwen3": SIZES + ", tied_embeddings = true, rope_theta = 5e3, norm_eps = 1e-4, max_positions = 64",
     "qwen3 with experts": f"{SIZES}, {EXPERTS}, vocab_size = 384",
     "gpt_oss": f"{SIZES}, {EXPERTS}, window = 5, balance_coefficient = 0.0",
+}
+
+CLASSES = {
+    "llama3": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3 with experts": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 # Names in Hugging Face's files, where they are others.
@@ -73,8 +84,9 @@ def test_a_shape_is_planned_trained_resumed_and_exported_as_it_was_given(kind, f
     given = {key: json.loads(value) for key, value in (part.split(" = ") for part in SHAPES[kind].split(", "))}
     for key, value in given.items():
         assert value in [content[name] for name in NAMES.get(key, (key,)) if name in content], key
-    assert content["vocab_size"] == given.get("vocab_size", 259)
-    model = AutoModelForCausalLM.from_pretrained("exported")
+    assert content["vocab_size"] == given.get("vocab_size", 259) and content["architectures"] == [CLASSES[kind]]
+    assert max(AutoTokenizer.from_pretrained("exported").get_vocab().values()) < content["vocab_size"]
+    model = load_model(Path("exported"))  # with every tensor of the class, and no other
     assert model(torch.arange(9)[None]).logits.shape == (1, 9, content["vocab_size"])
 
 

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import train
-from tests.support.released_run import write_lines
-from tests.support.small_run import flip_last_bit, tensors_in, working_folder
+from tests.support.released_run import run, saved, write_lines
+from tests.support.releases import releases
+from tests.support.small_run import flip_last_bit, working_folder
+from tests.support.toy_release import write_release
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import export_hf, plan_run, try_model
 from torchround.packed_formats import FORMATS
@@ -47,22 +48,14 @@ def folder(working_folder):
     return working_folder
 
 
-def run(name, *overrides):
-    return train.main(["--config", "small.toml", f"--run.name={name}", *overrides])
-
-
 def losses(folder, name):
     lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def state(folder, name, step=3):
-    return tensors_in(folder / "outputs" / name / "checkpoints" / checkpoint_name(step))
-
-
-def assert_trained_alike(folder, name, reference, ignored=()):
+def assert_trained_alike(folder, name, reference):
     assert losses(folder, name) == losses(folder, reference)
-    ours, theirs = state(folder, name), state(folder, reference)
+    ours, theirs = saved(folder, name), saved(folder, reference)
     assert [key for key in theirs if "lora" in key]
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs if "lora" in key)
 
@@ -89,7 +82,7 @@ def test_a_run_has_the_bits_of_one_on_the_numbers_of_the_packed_weights(base, fo
     assert run("unpacked") == 0
     assert losses(folder, "unpacked") != losses(folder, "plain")
     # Its checkpoints leave the packed weights to the release.
-    assert not [name for name in state(folder, "packed") if "q_proj" in name or "query.weight" in name]
+    assert not [name for name in saved(folder, "packed") if "q_proj" in name or "query.weight" in name]
 
 
 def test_a_run_resumes_from_a_cache_and_maps_it_with_the_same_bits(folder, caplog):
@@ -124,18 +117,20 @@ def truncate(path):
 DAMAGE = {"truncated": truncate, "a changed bit": flip_last_bit, "gone": lambda path: path.unlink()}
 
 
-@pytest.mark.parametrize("maps", ["false", "true"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_nothing_is_trained_on_a_damaged_cache(damage, maps, folder, capsys):
-    cached = ("--lora.base=nf4", "--lora.base_cache=cache", f"--lora.map_base={maps}")
+def test_nothing_is_trained_on_a_damaged_cache(folder, capsys):
+    cached = ("--lora.base=nf4", "--lora.base_cache=cache")
     assert run("writes", *cached, "--training.steps=1") == 0
     (path,) = (folder / "cache").rglob("*.safetensors")
-    DAMAGE[damage](path)
-    capsys.readouterr()
-    assert run("reads", *cached) == 2
-    printed = capsys.readouterr().err
-    assert "lora.base_cache: " in printed and path.name in printed and "Traceback" not in printed
-    assert not losses(folder, "reads") if (folder / "outputs" / "reads" / "metrics.jsonl").exists() else True
+    whole = path.read_bytes()
+    for damage in DAMAGE.values():
+        for maps in ("false", "true"):
+            path.write_bytes(whole)
+            damage(path)
+            capsys.readouterr()
+            assert run("reads", *cached, f"--lora.map_base={maps}") == 2
+            printed = capsys.readouterr().err
+            assert "lora.base_cache: " in printed and path.name in printed and "Traceback" not in printed
+            assert not (folder / "outputs" / "reads" / "metrics.jsonl").exists()
 
 
 def test_a_weight_that_is_not_finite_is_named(folder, capsys):
@@ -194,34 +189,16 @@ def test_a_trained_run_is_tried_and_exported_on_the_weights_that_it_trained_with
         assert torch.equal(load_file(exported / WEIGHTS)[frozen], load_file(folder / numbers / WEIGHTS)[frozen])
 
 
-def gpt_oss_release(folder):
-    """Write a release whose experts are in MXFP4, as GPT-OSS is."""
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 32,
-    }
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
-    config = GptOssConfig(**sizes, **heads)
-    GptOssForCausalLM(config).bfloat16().save_pretrained(folder / "release")
-    tensors = load_file(folder / "release" / WEIGHTS)
-    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
-    save_file(tensors, folder / "release" / WEIGHTS, metadata={"format": "pt"})
-    return [name for name in tensors if name.endswith("_blocks")]
-
-
-def test_experts_in_mxfp4_stay_so_with_the_bits_of_a_run_that_unpacks_them(folder, capsys):
-    assert len(gpt_oss_release(folder)) == 4
-    assert run("plain") == run("kept", "--lora.base=auto") == run("mxfp4", "--lora.base=mxfp4") == 0
+def test_experts_in_mxfp4_stay_so_with_the_bits_of_a_run_that_unpacks_them(folder):
+    [gpt_oss] = [release for release in releases() if release.name == "openai/gpt-oss-20b"]
+    write_release(folder / "gpt-oss", gpt_oss.config, gpt_oss.tokenizer)
+    blocks = [name for name in load_file(folder / "gpt-oss" / WEIGHTS) if name.endswith("_blocks")]
+    config = "--model.hf_path=gpt-oss"
+    assert len(blocks) == 4 and run("plain", config) == run("kept", config, "--lora.base=auto") == 0
+    assert run("mxfp4", config, "--lora.base=mxfp4") == 0
     assert_trained_alike(folder, "kept", "plain")
     assert losses(folder, "mxfp4") != losses(folder, "plain")  # attention is packed too
-    assert plan_run.main(["--config", "small.toml", "--device=rtx4090", "--lora.base=auto"]) == 0
+    assert plan_run.main(["--config", "small.toml", "--device=rtx4090", config, "--lora.base=auto"]) == 0
 
 
 # By what a scale is for: the ending of its name, its rows and columns, and the table of the config.

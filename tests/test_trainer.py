@@ -60,20 +60,15 @@ def test_the_rate_counts_masked_tokens_and_no_padding(small_runs):
     assert [line["tokens_per_s"] * line["step_s"] for line in steps] == pytest.approx([7 * 13] * 5)
 
 
-def test_the_resolved_config_can_be_run_again_and_is_the_same(small_runs):
+def test_the_resolved_config_can_be_run_again_and_is_the_same_and_a_run_says_where_its_page_is(small_runs, capsys):
     overrides = ["--run.name=run", "--training.max_norm=0.5", ASYNC]
     assert small_runs("run", *overrides) == 0
+    page = re.search(r"^time .*; see (.+)$", capsys.readouterr().out, re.MULTILINE)[1]
+    assert (small_runs.folder / page).is_file()
     resolved = small_runs.path("run") / "config.toml"
     assert load_config(resolved) == load_config("small.toml", overrides)
     assert small_runs("again", config=str(resolved)) == 0
     small_runs.assert_same("again", "run")
-
-
-def test_a_run_ends_with_a_page_and_says_where(small_runs, capsys):
-    """`tests/observe/test_run_page.py` asks what is drawn beside it."""
-    assert small_runs("run", "--training.steps=2") == 0
-    page = re.search(r"^time .*; see (.+)$", capsys.readouterr().out, re.MULTILINE)[1]
-    assert (small_runs.folder / page).is_file()
 
 
 def test_a_signal_in_the_last_step_changes_nothing(small_runs, monkeypatch):
@@ -88,13 +83,18 @@ def test_control_c_before_the_first_step_prints_no_traceback(small_runs, monkeyp
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_each_stop_signal_saves_after_the_step_has_an_exit_code_of_its_own_and_its_handler_again(small_runs, capfd):
+def test_each_stop_signal_saves_after_the_step_has_an_exit_code_of_its_own_and_its_handler_again(
+    small_runs, monkeypatch, capfd
+):
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    read, batches = Loader.__next__, []
+    monkeypatch.setattr(Loader, "__next__", lambda loader: batches.append(1) or read(loader))
     for number in STOP_SIGNALS:
+        del batches[:]
         with pytest.MonkeyPatch.context() as patch:
             before_step(patch, 2, partial(interrupt, number))
             assert small_runs(number.name, "--training.steps=3") == 128 + number
-        assert small_runs.saved(number.name) == [2]
+        assert small_runs.saved(number.name) == [2] and len(batches) == 2
         assert capfd.readouterr().err.startswith(number.name)
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
@@ -111,13 +111,6 @@ def test_a_signal_while_a_batch_is_read_ends_the_run_before_that_batch(small_run
     monkeypatch.setattr(Loader, "__next__", reading)
     assert small_runs("run") == 128 + signal.SIGTERM
     assert small_runs.saved("run")[-1] == 2 and len(batches) == 3
-
-
-def test_after_a_signal_in_a_step_no_batch_is_read(small_runs, monkeypatch):
-    read, batches = Loader.__next__, []
-    monkeypatch.setattr(Loader, "__next__", lambda loader: batches.append(1) or read(loader))
-    stop_after(2, small_runs, "run")
-    assert len(batches) == 2
 
 
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(small_runs, monkeypatch):

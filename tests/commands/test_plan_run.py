@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchround.commands import plan_run
+from torchround.planning import plan_report
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def plan(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(plan_report, "LENGTH_STEP", 1 << 20)  # no test here asks for the longest sequence
 
     def call(*arguments):
         code, printed = plan_run.main(list(arguments)), capsys.readouterr()

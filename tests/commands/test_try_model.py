@@ -16,11 +16,16 @@ from tests.support.hostile_cases import forge_manifest
 from tests.support.small_run import flip_last_bit
 from tests.support.toy_texts import their_texts
 from torchround.checkpoint.folders import checkpoint_name
+from torchround.commands import try_model
 from torchround.commands.export_hf import byte_tokenizer_files
 from torchround.commands.try_model import main
 from torchround.config import TokenizerTable
 from torchround.data import build_tokenizer
+from torchround.data.scored_windows import ScoredWindow, scored_batch
 from torchround.engine.engine import Engine
+from torchround.generation import score
+from torchround.layer import IGNORED_LABEL
+from torchround.run.hardware import find_hardware
 
 SHAPE = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 128}
@@ -158,6 +163,33 @@ def test_a_run_is_tried_at_its_newest_checkpoint_or_at_a_step(trained, folders, 
     exported = nats(capsys, "--model", run / "export" / checkpoint_name(2))
     assert newest == nats(capsys, "--run", run, "--step=2") == exported
     assert len({newest, nats(capsys, "--run", run, "--step=1"), nats(capsys, "--model", folders["llama3"])}) == 3
+
+
+QUESTIONS = [
+    (f"{n} and {n + 1} is", [f" {2 * n}", f" {2 * n + 1}", " a lot of things"][:: (-1) ** n]) for n in (1, 4, 12, 77)
+]
+
+
+def test_choices_have_the_likelihoods_and_the_winners_that_transformers_gives_the_export(trained):
+    """Ask as lm-eval does (docs/trying.md): of a whole text, the first tokens are those of the question."""
+    export, tried = trained("run") / "export" / checkpoint_name(2), try_model.model_of_run(trained("run"), None, {})
+    tokenizer, model = AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export).eval()
+    winners = []
+    with try_model.text_engine(tried, find_hardware(tried.options.config.engine), 4, 64) as engine:
+        for question, choices in QUESTIONS:
+            start, ours, theirs = len(tokenizer(question).input_ids), [], []
+            for ids in (torch.tensor(tokenizer(question + choice).input_ids) for choice in choices):
+                labels = ids[1:].numpy().copy()
+                labels[: start - 1] = IGNORED_LABEL
+                window = ScoredWindow(ids[:-1].numpy(), labels, ends=True)
+                ours.append(-score(engine, [[scored_batch([window], tried.tokenizer.pad_id)]]).loss_sum)
+                with torch.no_grad():
+                    scores = model(ids[None, :-1]).logits[0].double().log_softmax(-1)
+                theirs.append(float(scores.gather(1, ids[1:, None])[start - 1 :].sum()))
+            assert ours == pytest.approx(theirs, rel=1e-5)
+            winners.append(ours.index(max(ours)))
+            assert winners[-1] == theirs.index(max(theirs))
+    assert len(set(winners)) > 1, "a test of one winner would say little"
 
 
 @pytest.mark.parametrize("maps", [pytest.param("false", marks=pytest.mark.nightly), "true"])

@@ -13,7 +13,7 @@ from torchround.engine.errors import PipelineError
 from torchround.optim import make_optimizer, update_pass
 from torchround.planning.update_modes import ASYNC, SYNC
 
-BATCHES = toy_batches(4, micro_batches=3)
+BATCHES = toy_batches(3, micro_batches=3)
 PARTITION = toy.PARTITIONS["one layer a stage"]
 # By default each optimizer with one mode: async with compact state, sync with exact.
 MODES = [

@@ -31,26 +31,24 @@ STACKED = ("gate_up_proj", "down_proj")
 LAYERS = {r"layers\.0\..*": 5, "model.layers.1.self_attn.q_proj": 2}
 PEFT = {"rslora": "use_rslora", "dora": "use_dora"}
 CASES = [
-    ("llama3", ATTENTION + MLP),
     ("llama3", ATTENTION + MLP, {"rslora": True, "rank_pattern": LAYERS, "alpha_pattern": {"up_proj": 5.0}}),
     ("qwen3", ATTENTION + MLP, {"dora": True, "rank_pattern": LAYERS}),
-    ("llama3 tied", ("k_proj",)),
-    pytest.param("qwen3", ATTENTION + MLP, {}, marks=pytest.mark.nightly),
-    ("qwen3 moe", ATTENTION + MLP),
-    ("gpt_oss", ATTENTION + STACKED),
-    pytest.param("gpt_oss", STACKED[1:], {}, marks=pytest.mark.nightly),
+    ("llama3 tied", ("k_proj",), {}),
+    ("qwen3 moe", ATTENTION + MLP, {}),
     ("gpt_oss", (*ATTENTION, *STACKED), {"rslora": True, "rank_pattern": {"experts.down_proj": 5}}),
-    pytest.param("borrowed qwen2", ATTENTION + MLP, {}, marks=pytest.mark.nightly),
-    ("borrowed gemma2", ("v_proj", "up_proj")),
-    ("borrowed phi3", ("qkv_proj", "gate_up_proj")),
     ("borrowed phi3", ("qkv_proj", "gate_up_proj"), {"dora": True}),
-    ("borrowed qwen3_moe", ATTENTION + STACKED),
     ("borrowed qwen3_moe", STACKED[1:], {"rslora": True, "alpha_pattern": {"layers.1.mlp.experts.down_proj": 7.0}}),
     ("borrowed mixtral", (*STACKED, "q_proj"), {"rank_pattern": {"experts.gate_up_proj": 2}}),
-    ("borrowed gpt_oss", (*STACKED, "q_proj")),  # inputs first, biases
+    ("borrowed gpt_oss", (*STACKED, "q_proj"), {}),  # inputs first, biases
+]
+BY_NIGHT = [
+    ("gpt_oss", STACKED[1:]),
+    ("borrowed qwen2", ATTENTION + MLP),
+    ("borrowed gemma2", ("v_proj", "up_proj")),
+    ("borrowed qwen3_moe", ATTENTION + STACKED),
     ("borrowed deepseek_v3", ("o_proj", "experts.gate_up_proj", "experts.down_proj")),
 ]
-CASES = [case if hasattr(case, "marks") else (*case, {})[:3] for case in CASES]
+CASES += [pytest.param(*case, {}, marks=pytest.mark.nightly) for case in BY_NIGHT]
 EACH_CASE = pytest.mark.parametrize(("kind", "targets", "settings"), CASES)
 
 

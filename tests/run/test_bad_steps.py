@@ -12,17 +12,17 @@ from torchround import trainer
 from torchround.optim import SpikeBounds
 
 MICRO_BATCHES = 4
-STEPS = 15
+STEPS = 9
 LONG = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1", "--checkpoint.keep_latest_k=0"]
 SPIKES = ["--training.on_spike=skip", *LONG]
 nightly = pytest.mark.nightly
 # The first steps have no bound, the next ones run with a window that the interruption went through.
-SPIKE = 13
+SPIKE = 7
 
 
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch):
-    monkeypatch.setattr(trainer, "SpikeBounds", partial(SpikeBounds, window=10))
+    monkeypatch.setattr(trainer, "SpikeBounds", partial(SpikeBounds, window=4))
 
 
 class Steeper(torch.autograd.Function):
@@ -87,7 +87,7 @@ def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_continues
         change_loss(patch, SPIKING["loss"])
         assert small_runs("run", *stops) == 1
     message = capsys.readouterr().err
-    assert message.startswith('BadStepsError: a spike (training.on_spike = "stop"); the last good one: step 12.')
+    assert message.startswith('BadStepsError: a spike (training.on_spike = "stop"); the last good one: step 6.')
     assert f"\n  step {SPIKE}: the loss " in message and "its data begins after" in message
     assert "Traceback" not in message
     after = SPIKE + 1  # a step was under way when the spike was known
@@ -116,6 +116,9 @@ def test_bad_steps_in_a_row_end_the_run_with_the_state_after_the_last_good_one(s
 
 def test_float16_overflows_that_a_lower_loss_scale_cures_are_no_bad_steps(small_runs, monkeypatch, caplog):
     change_loss(monkeypatch, lambda loss, step: Steeper.apply(loss, 2.0**9))
-    assert small_runs("run", "--training.dtype=float16", "--training.max_skipped_steps=1", *LONG) == 0
+    assert (
+        small_runs("run", "--training.dtype=float16", "--training.max_skipped_steps=1", *LONG, "--training.steps=15")
+        == 0
+    )
     skipped = small_runs.steps("run")[-1]["skipped_steps"]
-    assert 1 < skipped < STEPS and caplog.text.count("overflows float16") == skipped
+    assert 1 < skipped < 15 and caplog.text.count("overflows float16") == skipped

@@ -12,6 +12,7 @@ from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
 from torchround.models import FAMILIES, LoraShape, add_adapters, pack_base
 from torchround.packed_formats import FORMATS
+from torchround.planning import plan_report
 from torchround.planning.host_buffers import whole_pages
 from torchround.planning.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.planning.plan_report import longest_tokens, plan_for
@@ -108,8 +109,9 @@ def test_a_compact_state_saves_what_the_store_of_a_run_with_it_lacks(table):
     assert not run_question(model(), config(compact), CPU).updates.smaller
 
 
-def test_each_length_is_tried_with_its_own_batches_of_data():
+def test_each_length_is_tried_with_its_own_batches_of_data(monkeypatch):
     """Sequences of 16 Mi tokens need 1 GiB of batches; the ones that fit, far less."""
+    monkeypatch.setattr(plan_report, "LONGEST_LENGTH", 1 << 16)
     config = Config.model_construct(training=TrainingTable(seq_len=2**24, global_batch_size=2))
     scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), config).state_bytes + 2**29)
     question = run_question(model(), config, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch)

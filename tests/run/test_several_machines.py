@@ -15,7 +15,8 @@ BF16 = "--training.dtype=bfloat16"
 ASYNC = "--engine.update=async"
 LORA = ("--lora.rank=2", "--training.dtype=bfloat16")
 QUERIES = ("--lora.rank=2", "--lora.targets=['q_proj']")
-VALIDATED = ("--validation.interval_steps=2", '--validation.sources=[{ path = "text.jsonl" }]')
+VALIDATED = ("--validation.interval_steps=2", "--validation.max_batches=1")
+VALIDATED += ('--validation.sources=[{ path = "text.jsonl" }]',)
 PACKED = (*QUERIES, "--lora.base=nf4", "--lora.base_cache=cache", *VALIDATED)
 PROMPTED = ('--validation.prompts=["a prompt", "b"]', "--validation.prompt_tokens=3")
 TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)

@@ -35,8 +35,7 @@ def warm_up():
     """Train one run, once, so that no child has to import or compile anything."""
     if "small" in configured_model.FAMILIES:
         return
-    configured_model.FAMILIES = {**FAMILIES, "small": small_family()}
-    run_page.draw_losses = lambda folders, picture: None  # it takes longer than five steps
+    use_small_family()
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -44,6 +43,11 @@ def warm_up():
         assert trains(["--training.steps=2", "--checkpoint.interval_steps=1"]) == 0, "a plain run fails"
         assert trains(["--training.steps=3", "--checkpoint.interval_steps=1"]) == 0, "its resume fails"
         os.chdir(before)
+
+
+def use_small_family():
+    configured_model.FAMILIES = {**FAMILIES, "small": small_family()}
+    run_page.draw_losses = lambda folders, picture: None  # it takes longer than five steps
 
 
 def trains(arguments):

@@ -11,9 +11,10 @@ import torch
 import train
 from tests.support.machines import JOIN_S, start_machines
 from tests.support.processes import start_program
-from tests.support.small_run import SmallRuns, small_family
-from torchround.commands import configured_model
-from torchround.observe import run_page
+from tests.support.scenarios import use_small_family, warm_up
+from tests.support.small_run import SmallRuns
+
+__all__ = ["warm_up"]  # called before the first child
 
 # 13 micro-batches in 12 rounds: uneven rounds, and machines with unlike shares.
 SHARED = [
@@ -24,9 +25,7 @@ ALL_ROUNDS = 12
 
 
 def small_main(arguments):
-    families = {**configured_model.FAMILIES, "small": small_family()}
-    configured_model.FAMILIES = families
-    run_page.draw_losses = lambda folders, picture: None  # it takes longer than the steps
+    use_small_family()
     torch.set_num_threads(1)
     return train.main(arguments)
 
