@@ -141,11 +141,10 @@ class RunValidation:
         texts: list[str] = []
         if self.machines.is_first:
             asked, stops = [prompt.tokens for prompt in self.prompts], self.stop_tokens
-            limits = {"max_tokens": self.table.prompt_tokens, "cache_bytes": SAMPLE_CACHE_BYTES}
+            most, room, decode = self.table.prompt_tokens, SAMPLE_CACHE_BYTES, self.tokenizer.decode_after
             try:
-                found = zip(asked, generate(engine, asked, stop_tokens=stops, **limits), strict=True)
-                decode = self.tokenizer.decode_after
-                texts = [decode(prompt, without_end(ids, stops)) for prompt, ids in found]
+                found = generate(engine, asked, max_tokens=most, stop_tokens=stops, cache_bytes=room)
+                texts = [decode(p, without_end(ids, stops)) for p, ids in zip(asked, found, strict=True)]
             except ValueError as error:
                 logger.warning("validation.prompts are not continued: %s", error)
         texts = self.machines.agree("validation", texts, "the continuations of the prompts")[0]
