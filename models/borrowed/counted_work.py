@@ -54,7 +54,7 @@ def count_layer(
             hidden = torch.empty((batch, tokens, width), dtype=dtype).requires_grad_()
         before = meter.alive_bytes
         with torch.no_grad():
-            call_with(layer, parameters, hidden, micro_batch)
+            functional_call(layer, parameters, (hidden, micro_batch))
         # The arguments that the body makes for its blocks stay with the micro-batch.
         arguments = meter.alive_bytes - before
         meter.flops, meter.peak_bytes = 0.0, meter.alive_bytes
@@ -72,7 +72,7 @@ def count_layer(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = call_with(layer, parameters, hidden, micro_batch)
+            result = functional_call(layer, parameters, (hidden, micro_batch))
         kept_bytes = sum(kept.values())
         forward_flops, output_bytes = meter.flops, result.nbytes
         if result.requires_grad:
@@ -121,13 +121,13 @@ def extrapolate(counted: Sequence[LayerWork], lengths: Sequence[int], tokens: in
 
 
 def _parts(
-    layer: nn.Module, parameters: Mapping[str, Tensor], hidden: Any, micro_batch: MicroBatch, meter: "Meter"
+    layer: nn.Module, parameters: dict[str, Tensor], hidden: Any, micro_batch: MicroBatch, meter: "Meter"
 ) -> tuple[KeptWork, ...]:
     """Count the parts of a layer whose results can be kept, in the order in which they run."""
     meter.part_flops.clear()
     try:
         with torch.no_grad(), recording(KEEPABLE) as record:
-            call_with(layer, parameters, hidden, micro_batch)
+            functional_call(layer, parameters, (hidden, micro_batch))
     except KeptActivationError:  # the block writes into them
         return ()
     flops, grouped = dict(meter.part_flops), set(meter.grouped_parts)
@@ -141,7 +141,7 @@ def _parts(
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         replaying(KEEPABLE, record.tensors),
     ):
-        call_with(layer, parameters, hidden, micro_batch)
+        functional_call(layer, parameters, (hidden, micro_batch))
     found = []
     for name in dict.fromkeys(record.parts):
         tensors = [one for one, part in zip(record.tensors, record.parts, strict=True) if part == name]
@@ -228,8 +228,10 @@ def fake_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def call_with(module: nn.Module, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    return functional_call(module, dict(parameters), args, kwargs)
+def call_without_memory(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with parameters that have no memory. Inside `no_memory`."""
+    with torch.no_grad():
+        return functional_call(module, fake_parameters(module, dtype), args, kwargs)
 
 
 def _grouped_product(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchround.accelerators import as_if_on
 from torchround.keeping import keep
-from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
+from torchround.models.borrowed.counted_work import call_without_memory, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
 from torchround.models.common.attention import allowed_pairs, attend
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
@@ -360,10 +360,9 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
 
 
 def _run_without_memory(block: nn.Module, call: BlockCall, hidden: Tensor) -> None:
-    with as_if_on("cpu"), no_memory(), torch.no_grad():
-        weights = fake_parameters(block, hidden.dtype)
+    with as_if_on("cpu"), no_memory():
         call = call.with_documents(Documents(torch.zeros(hidden.shape[:2], dtype=torch.int64)))
-        call_with(block, weights, hidden, *call.args, **call.kwargs)
+        call_without_memory(block, hidden.dtype, hidden, *call.args, **call.kwargs)
 
 
 def _runs_without_number(block: nn.Module, call: BlockCall, hidden: Tensor) -> bool:

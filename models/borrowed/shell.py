@@ -61,10 +61,6 @@ Places = tuple[Mapping[int, MaskPlace], ...]
 Recorded = list[tuple[Tensor, BlockCall]]
 
 
-class OtherResult:
-    """The place of what a block returns beside its hidden state."""
-
-
 class Recorder(nn.Module):
     """The place of a block in a shell: it notes the hidden state and its other arguments, and returns the hidden state.
 
@@ -81,7 +77,8 @@ class Recorder(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((hidden, BlockCall(args, kwargs)))
-        return (hidden, *[OtherResult()] * (self.entries - 1)) if self.entries else hidden
+        # No body can use the places of what a block returns beside its hidden state.
+        return (hidden, *[object()] * (self.entries - 1)) if self.entries else hidden
 
 
 class StandIn(nn.Module):

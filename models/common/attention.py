@@ -120,11 +120,18 @@ class Attention(nn.Module):
         gradients = num_tokens * (3 * heads + 2 * kv_heads) * channels * element_bytes
         if kernel is AttentionKernel.OFFSETS:
             gradients += backward_scratch_bytes(batch, tokens, heads, kv_heads, channels)
+        # The kernel's output and log-sum-exp. An accelerator's kernel may pad channels to 8 and tokens to 32.
+        pad_channels, pad_tokens = (-channels % 8, -tokens % 32) if is_accelerator(device) else (0, 0)
+        output_bytes = num_tokens * heads * (channels + pad_channels) * element_bytes
+        sizes = (output_bytes, 4 * batch * heads * (tokens + pad_tokens))
+        # The backward needs both as they are with the sinks.
+        saved_bytes = num_tokens * heads * (channels * element_bytes + 4) if self.sinks is None else 0
+        kept = KeptWork.of("attention", sizes, flops, saved_bytes)
         mixing = LayerWork(
             (Products(flops),),
             num_tokens * token_bytes,
             workspace_bytes=max(rotating, gradients),
-            keepable=(self._kept_attention(batch, tokens, element_bytes, device, flops),),
+            keepable=(kept,),
         )
         inward = (self.query, self.key, self.value)
         parts = (
@@ -133,23 +140,6 @@ class Attention(nn.Module):
             kept_linears("output", (self.output,), num_tokens, element_bytes),
         )
         return sum(parts, start=LayerWork())
-
-    def _kept_attention(
-        self, batch: int, tokens: int, element_bytes: int, device: str, flops: float
-    ) -> KeptWork:
-        """Count the kernel's output and log-sum-exp. An accelerator's kernel may pad channels to 8 and tokens to 32."""
-        channels, sums = self.head_dim, tokens
-        if is_accelerator(device):
-            channels, sums = channels + -channels % 8, tokens + -tokens % 32
-        output_bytes = batch * tokens * self.num_heads * channels * element_bytes
-        # The backward needs output and log-sum-exp as they are with the sinks.
-        saved = batch * tokens * self.num_heads if self.sinks is None else 0
-        return KeptWork.of(
-            "attention",
-            (output_bytes, 4 * batch * self.num_heads * sums),
-            flops,
-            saved * (self.head_dim * element_bytes + 4),
-        )
 
 
 class AttentionKernel(Enum):
@@ -199,13 +189,13 @@ def attend(
     `H / K` query heads. With a `window` a token sees itself and the `window - 1` before it. `sinks [H]` are scores that
     join each softmax without a value; with them the scale is the usual one. Values may be narrower than C.
     """
-    tokens, head_dim, channels = query.shape[1], query.shape[3], value.shape[3]
-    if channels < head_dim:
+    tokens, channels, value_channels = query.shape[1], query.shape[3], value.shape[3]
+    if value_channels < channels:
         # The kernels take one width.
-        value = F.pad(value, (0, head_dim - channels))
-        return attend(query, key, value, documents, window, sinks, scale)[..., :channels]
+        value = F.pad(value, (0, channels - value_channels))
+        return attend(query, key, value, documents, window, sinks, scale)[..., :value_channels]
     kernel = choose_kernel(
-        device_kind(query), query.dtype, head_dim, tokens, documents.most, window, sinks is not None
+        device_kind(query), query.dtype, channels, tokens, documents.most, window, sinks is not None
     )
     if kernel is AttentionKernel.OFFSETS:
         return attend_by_offsets(query, key, value, documents, window, sinks, scale)

@@ -99,8 +99,10 @@ class _OffsetAttention(torch.autograd.Function):
         gradients = run(query, key, value, documents, *limits, grad, *found)
         grad_sinks = None
         if sinks is not None:
-            heads = (part.transpose(0, 1)[None] for part in (grad, output))  # [N, H, C] -> [1, H, N, C]
-            grad_sinks = sinks_gradient(*heads, log_sums[None], sinks)
+            heads, mixed = (
+                part.transpose(0, 1)[None] for part in (grad, output)
+            )  # [N, H, C] -> [1, H, N, C]
+            grad_sinks = sinks_gradient(heads, mixed, log_sums[None], sinks)
         return *gradients, None, None, None, None, grad_sinks, None
 
 
