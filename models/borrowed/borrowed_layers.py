@@ -21,7 +21,6 @@ from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, extrapolate
 from torchround.models.borrowed.recognised_parts import UNREAD
 from torchround.models.borrowed.shell import BlockCall, StandInBody, hollow, kind_of, with_modules
-from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import init_adapters
 from torchround.models.common.loss import (
@@ -31,7 +30,6 @@ from torchround.models.common.loss import (
     loss_work,
     token_loss_sum,
 )
-from torchround.models.common.packed_attention import Documents
 
 # Lengths by which the cost of longer sequences is found, in blocks that run document by document: linear attention loops over
 # its chunks, so counting a million tokens would take an hour.
@@ -136,10 +134,11 @@ class BorrowedBlock(BorrowedLayer):
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:
             call = self.shell.calls_of(hidden, micro_batch)[self.index]
-            return self._run(call, hidden, documents_of(micro_batch))
+            return self._run(call, hidden, micro_batch)
         rows: list[list[Tensor]] = [[] for _ in hidden]
         for row, begin, end, calls in self.shell.calls_by_document(hidden, micro_batch):
-            whole = Documents(torch.zeros_like(micro_batch.positions[row : row + 1, begin:end]), 1)
+            part = (one[row : row + 1, begin:end] for one in micro_batch.tensors())
+            whole = MicroBatch(*part, max_documents=1)
             rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end], whole))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
@@ -154,7 +153,7 @@ class BorrowedBlock(BorrowedLayer):
     def code_inputs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         return hidden, *self.shell.calls_of(hidden, micro_batch)[self.index].tensors()
 
-    def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
+    def _run(self, call: BlockCall, hidden: Tensor, documents: MicroBatch) -> Tensor:
         call = call.with_documents(documents)
         return _hidden_state(self.core(hidden, *call.args, **call.kwargs))
 
@@ -184,7 +183,7 @@ class CoreOfTensors(nn.Module):
         tensors = iter(others)
         leaves = [next(tensors) if leaf == TENSOR else leaf for leaf in self.leaves]
         call = BlockCall(*torch.utils._pytree.tree_unflatten(leaves, self.structure))
-        call = call.with_documents(documents_of(micro_batch))
+        call = call.with_documents(micro_batch)
         return _hidden_state(super().forward(hidden, *call.args, **call.kwargs))
 
 

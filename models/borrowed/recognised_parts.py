@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from torchround.accelerators import as_if_on
 from torchround.keeping import keep
+from torchround.layer import MicroBatch
 from torchround.models.borrowed.counted_work import call_without_memory, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
 from torchround.models.common.attention import allowed_pairs, attend
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
-from torchround.models.common.packed_attention import Documents
 from torchround.models.common.primitives import gated_product
 from torchround.models.kernels.projections import Projection
 from torchround.packed_formats import PackedFormat
@@ -361,7 +361,8 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
 
 def _run_without_memory(block: nn.Module, call: BlockCall, hidden: Tensor) -> None:
     with as_if_on("cpu"), no_memory():
-        call = call.with_documents(Documents(torch.zeros(hidden.shape[:2], dtype=torch.int64)))
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+        call = call.with_documents(MicroBatch(ids, ids, ids, ids))
         call_without_memory(block, hidden.dtype, hidden, *call.args, **call.kwargs)
 
 
@@ -423,12 +424,13 @@ def _compare_attention(call: AttentionCall) -> None:
     if call.others.get("s_aux") is not None:
         raise NotRecognised("attention with sinks")
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])
-    documents = Documents((positions == 0).cumsum(1), 2)
+    ids = (positions == 0).cumsum(1)
+    documents = MicroBatch(ids, ids, positions, ids, max_documents=2)
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, heads.shape[1], positions.shape[1], heads.shape[3]) for heads in call.heads]
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     for window in (None, 3):
-        masks = MaskPlace(window, documents), allowed_pairs(documents.ids, window)
+        masks = MaskPlace(window, documents), allowed_pairs(ids, window)
         functions: tuple[Any, Any] = attend_documents, sdpa_attention_forward
         ours, theirs = (
             _derivatives(partial(run, call.module, *leaves, mask, **call.others), leaves)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from torchround.layer import LayerWork, MicroBatch
-from torchround.models.common.packed_attention import Documents
 
 Plain = (str, int, float, bool, tuple, type(None))
 
@@ -27,7 +26,7 @@ class MaskPlace:
     """The place of a mask of a recognised block: a token sees earlier ones of its document, or of the `window` that ends at it."""
 
     window: int | None = None
-    documents: Documents | None = None
+    documents: MicroBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class BlockCall:
         leaves = [places.get(number, leaf) for number, leaf in enumerate(leaves)]
         return BlockCall(*torch.utils._pytree.tree_unflatten(leaves, structure))
 
-    def with_documents(self, documents: Documents) -> "BlockCall":
+    def with_documents(self, documents: MicroBatch) -> "BlockCall":
         def fill(place: MaskPlace) -> MaskPlace:
             return replace(place, documents=documents)
 

@@ -22,12 +22,7 @@ from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
 from torchround.models.common.chunks import elements_at_once
 from torchround.models.common.lora import kept_linears
-from torchround.models.common.packed_attention import (
-    Documents,
-    Once,
-    attend_by_offsets,
-    backward_scratch_bytes,
-)
+from torchround.models.common.packed_attention import attend_by_offsets, backward_scratch_bytes
 from torchround.models.common.primitives import RMSNorm, init_part_, rotate
 from torchround.models.common.rope import Rope, rotation
 from torchround.models.common.sinks import attend_with_sinks
@@ -77,17 +72,16 @@ class Attention(nn.Module):
         # The tables are made anew in each block: stored ones would be buffers that travel with the weights.
         cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        documents, cache, past = documents_of(micro_batch), micro_batch.cache, 0
+        cache, past = micro_batch.cache, 0
         if cache is not None:
             past = cache.length
             keys, values = cache.append(key, value)
         if past:
             # Later calls of a text take a mask; the one that begins it takes the kernel that `attend` chooses.
-            length, once = keys.shape[1], micro_batch.once
-            mask = past_mask(micro_batch.positions, length, self.window, query.dtype, once)
+            mask = past_mask(micro_batch, keys.shape[1], self.window, query.dtype)
             return self.output(_attend_under_mask(query, keys, values, mask, self.sinks).flatten(2))
         mixed = keep(
-            "attention", attend, query, key, value, documents, self.window, self.sinks
+            "attention", attend, query, key, value, micro_batch, self.window, self.sinks
         )  # [B, T, H, C]
         return keep("output", self.output, mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
 
@@ -169,16 +163,11 @@ def choose_kernel(
     return AttentionKernel.CAUSAL if whole_past else AttentionKernel.MASK
 
 
-def documents_of(micro_batch: MicroBatch) -> Documents:
-    facts = micro_batch.max_documents, micro_batch.longest_document
-    return Documents(micro_batch.document_ids, *facts, micro_batch.once)
-
-
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Documents,
+    micro_batch: MicroBatch,
     window: int | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -193,14 +182,14 @@ def attend(
     if value_channels < channels:
         # The kernels take one width.
         value = F.pad(value, (0, channels - value_channels))
-        return attend(query, key, value, documents, window, sinks, scale)[..., :value_channels]
-    kernel = choose_kernel(
-        device_kind(query), query.dtype, channels, tokens, documents.most, window, sinks is not None
-    )
+        return attend(query, key, value, micro_batch, window, sinks, scale)[..., :value_channels]
+    most, has_sinks = micro_batch.max_documents, sinks is not None
+    kernel = choose_kernel(device_kind(query), query.dtype, channels, tokens, most, window, has_sinks)
     if kernel is AttentionKernel.OFFSETS:
-        return attend_by_offsets(query, key, value, documents, window, sinks, scale)
-    masked = kernel is AttentionKernel.MASK
-    mask = additive_mask(allowed_pairs(documents.ids, window), query.dtype) if masked else None
+        return attend_by_offsets(query, key, value, micro_batch, window, sinks, scale)
+    mask = None
+    if kernel is AttentionKernel.MASK:
+        mask = additive_mask(allowed_pairs(micro_batch.document_ids, window), query.dtype)
     return _attend_under_mask(query, key, value, mask, sinks, scale)
 
 
@@ -237,15 +226,16 @@ def allowed_pairs(document_ids: Tensor, window: int | None = None) -> Tensor:
     return allowed if window is None else allowed.triu(1 - window)
 
 
-def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype, once: Once) -> Tensor:
+def past_mask(micro_batch: MicroBatch, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Make the mask `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
 
-    `positions [B, T]` say how many tokens of its document come before each of them; only padding comes before
+    The positions `[B, T]` say how many tokens of its document come before each of them; only padding comes before
     those. With a `window` a token sees itself and the `window - 1` before it. All blocks of the same window share one
-    mask by `once`.
+    mask.
     """
 
     def make() -> Tensor:
+        positions = micro_batch.positions
         tokens = positions.shape[1]
         every = torch.arange(length, device=positions.device)  # [S]
         own = every[length - tokens :]  # [T]: where the new tokens are
@@ -254,7 +244,8 @@ def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.d
         allowed = (every >= first) & (every <= own[:, None])  # [B, 1, T, S]
         return additive_mask(allowed, dtype)
 
-    return once(("mask of the past", window, length), make)
+    mask: Tensor = micro_batch.once(("mask of the past", window, length), make)
+    return mask
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
