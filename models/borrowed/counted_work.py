@@ -190,14 +190,17 @@ class Meter(TorchDispatchMode):
         self.part_flops[current_part()] += flops
         if flops and "grouped" in name:
             self.grouped_parts.add(current_part())
+        scratch = 0
         if name == "aten::_flash_attention_backward":
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + _scratch_of_attention(*args))
-        if name == "aten::sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:
+            _, query, key, *others = args
+            longest, (rows, heads, channels) = others[5], query.shape
+            scratch = backward_scratch_bytes(max(1, rows // longest), longest, heads, key.shape[1], channels)
+        elif name == "aten::sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:
             # The CPU casts all terms first.
-            cast_bytes = args[0].numel() * kwargs["dtype"].itemsize
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + cast_bytes + result.nbytes)
-        if name.startswith("torchround::grouped_product"):  # a loop over experts, whose results are joined
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + 2 * result.nbytes)
+            scratch = args[0].numel() * kwargs["dtype"].itemsize + result.nbytes
+        elif name.startswith("torchround::grouped_product"):  # a loop over experts, whose results are joined
+            scratch = 2 * result.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes + scratch)
         self._count(result)
         return result
 
@@ -260,11 +263,6 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
     # Attention has the tag for its dropout, and takes the probability as a number.
     places = [index for index, item in enumerate(func._schema.arguments) if item.name == "dropout_p"]
     return not places or any(args[index] for index in places if index < len(args))
-
-
-def _scratch_of_attention(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
-    longest, (rows, heads, channels) = others[5], query.shape
-    return backward_scratch_bytes(max(1, rows // longest), longest, heads, key.shape[1], channels)
 
 
 # Of attention all pairs of each sequence's tokens count, as in our own families: of sequences as long as the longest.

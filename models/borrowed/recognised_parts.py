@@ -75,9 +75,9 @@ def attend_documents(
         calls.append(AttentionCall(module, (query, key, value), {"scaling": scaling, **others}))
     if not isinstance(attention_mask, MaskPlace) or attention_mask.documents is None:
         raise NotRecognised(f"attention gets a {type(attention_mask).__name__} for its mask")
-    heads = (part.transpose(1, 2) for part in (query, key, value))
-    mask = attention_mask
-    return keep("attention", attend, *heads, mask.documents, mask.window, None, scaling).contiguous(), None
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    batch, window = attention_mask.documents, attention_mask.window
+    return keep("attention", attend, query, key, value, batch, window, None, scaling).contiguous(), None
 
 
 def mask_place(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> MaskPlace:
@@ -362,8 +362,7 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
 def _run_without_memory(block: nn.Module, call: BlockCall, hidden: Tensor) -> None:
     with as_if_on("cpu"), no_memory():
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)
-        call = call.with_documents(MicroBatch(ids, ids, ids, ids))
-        call_without_memory(block, hidden.dtype, hidden, *call.args, **call.kwargs)
+        call.run(partial(call_without_memory, block, hidden.dtype), hidden, MicroBatch(ids, ids, ids, ids))
 
 
 def _runs_without_number(block: nn.Module, call: BlockCall, hidden: Tensor) -> bool:

@@ -47,11 +47,16 @@ class BlockCall:
         leaves = [places.get(number, leaf) for number, leaf in enumerate(leaves)]
         return BlockCall(*torch.utils._pytree.tree_unflatten(leaves, structure))
 
-    def with_documents(self, documents: MicroBatch) -> "BlockCall":
+    def run(self, block: Callable[..., Any], hidden: Tensor, documents: MicroBatch) -> Tensor:
+        """Call a block for its hidden state, with `documents` in the places of masks."""
+
         def fill(place: MaskPlace) -> MaskPlace:
             return replace(place, documents=documents)
 
-        return BlockCall(*torch.utils._pytree.tree_map_only(MaskPlace, fill, (self.args, self.kwargs)))
+        args, kwargs = torch.utils._pytree.tree_map_only(MaskPlace, fill, (self.args, self.kwargs))
+        found = block(hidden, *args, **kwargs)
+        result: Tensor = found[0] if isinstance(found, tuple) else found
+        return result
 
 
 # Of each block, the places of masks among its arguments' leaves; nothing if no block is recognised.

@@ -80,9 +80,8 @@ class _OffsetAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, documents, bound, sinks, output, log_sums, random_state = ctx.saved_tensors
         grad = grads[0].contiguous()
-        run = _backward if bound is None else _opaque_backward
-        limits, found = (bound, ctx.longest, ctx.window, ctx.scale), (output, log_sums, random_state)
-        gradients = run(query, key, value, documents, *limits, grad, *found)
+        run = partial(_backward if bound is None else _opaque_backward, query, key, value, documents, bound)
+        gradients = run(ctx.longest, ctx.window, ctx.scale, grad, output, log_sums, random_state)
         grad_sinks = None
         if sinks is not None:
             heads, mixed = (
