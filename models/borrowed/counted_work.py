@@ -106,17 +106,13 @@ def extrapolate(counted: Sequence[LayerWork], lengths: Sequence[int], tokens: in
 
     products = [work.products[0] for work in counted]
     flops, frozen = at(one.flops for one in products), at(one.frozen_flops for one in products)
+    # A peak moves from one operation to another, so it is at least in proportion too.
+    least = counted[-1].workspace_bytes * tokens / lengths[-1]
     return LayerWork(
         products=(Products(flops, min(flops, frozen), products[-1].kind),),
         activation_bytes=math.ceil(at(work.activation_bytes for work in counted)),
         boundary_bytes=math.ceil(at(work.boundary_bytes for work in counted)),
-        # A peak moves from one operation to another, so it is at least in proportion too.
-        workspace_bytes=math.ceil(
-            max(
-                at(work.workspace_bytes for work in counted),
-                counted[-1].workspace_bytes * tokens / lengths[-1],
-            )
-        ),
+        workspace_bytes=math.ceil(max(at(work.workspace_bytes for work in counted), least)),
     )
 
 

@@ -25,7 +25,7 @@ from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import attend_by_offsets, backward_scratch_bytes
 from torchround.models.common.primitives import RMSNorm, init_part_, rotate
 from torchround.models.common.rope import Rope, rotation
-from torchround.models.common.sinks import attend_with_sinks
+from torchround.models.common.sinks import SinkAttention
 from torchround.models.kernels.projections import Projection, project_all
 
 
@@ -204,18 +204,13 @@ def _attend_under_mask(
     """Attend under an additive mask, to the whole past without one; shapes as in `attend`, keys may be more."""
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if sinks is not None:
-        return attend_with_sinks(query, key, value, sinks, mask).transpose(1, 2)
+        return SinkAttention.apply(query, key, value, sinks, mask).transpose(1, 2)
     if mask is not None and not shares_kv_heads_under_mask(device_kind(query)):
         repeats = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
+    shares_heads = key.shape[1] < query.shape[1]
     mixed = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=key.shape[1] < query.shape[1],
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=shares_heads
     )
     return mixed.transpose(1, 2)  # [B, H, T, C] -> [B, T, H, C]
 

@@ -14,16 +14,6 @@ import torch
 from torch import Tensor
 
 
-def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Compute `[B, H, T, C]` from a query of that shape, key and value `[B, K, T, C]` and `sinks [H]`.
-
-    `mask` is an additive `[B, 1, T, T]` in the query's dtype. Without a mask attention is causal.
-    """
-    return _SinkAttention.apply(query, key, value, sinks, mask)
-
-
 def join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Bring `sinks [H]` into an output `[B, H, T, C]` and its fp32 log-sum-exp `[B, H, T]`."""
     with_sinks = torch.logaddexp(log_sums, sinks.float()[:, None])
@@ -37,7 +27,12 @@ def sinks_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor
     return -((sinks.float()[:, None] - log_sums).exp() * moved).sum(dim=(0, 2))
 
 
-class _SinkAttention(torch.autograd.Function):
+class SinkAttention(torch.autograd.Function):
+    """Attention `[B, H, T, C]` from a query of that shape, key and value `[B, K, T, C]` and `sinks [H]`.
+
+    `mask` is an additive `[B, 1, T, T]` in the query's dtype. Without a mask attention is causal.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None

@@ -16,7 +16,7 @@ from torchround.layer import MicroBatch, longest_document, most_documents
 from torchround.models.common import packed_attention
 from torchround.models.common.attention import AttentionKernel, additive_mask, allowed_pairs, attend, choose_kernel
 from torchround.models.common.packed_attention import document_offsets
-from torchround.models.common.sinks import attend_with_sinks, join_sinks, sinks_gradient
+from torchround.models.common.sinks import SinkAttention, join_sinks, sinks_gradient
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 # Sums over the channels of a head and twice over at most 20 tokens; the backward has four of each.
@@ -182,7 +182,7 @@ def test_the_kernels_of_a_card_get_a_key_and_a_value_for_each_query_head():
             return function(*arguments, **(options or {}))
 
     with Kernels():
-        mixed = attend_with_sinks(*heads, torch.empty(HEADS, device="meta"), None)
+        mixed = SinkAttention.apply(*heads, torch.empty(HEADS, device="meta"), None)
         gradients = torch.autograd.grad(mixed.sum(), heads)
     assert shapes == {mixed.shape}
     assert [gradient.shape for gradient in gradients] == [head.shape for head in heads]
