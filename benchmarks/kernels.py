@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -191,7 +190,7 @@ def _counted_block(name: str, layer: Any, batch: int, tokens: int, documents: in
         hidden = torch.empty((batch, tokens, layer.width), dtype=DTYPE).requires_grad_()
         layer.shell.calls_of(hidden, micro_batch)  # once for all blocks
         with CountingMode() as mode:
-            output = functional_call(layer, weights, (hidden, micro_batch))
+            output = torch.func.functional_call(layer, weights, (hidden, micro_batch))
             forward, mode.counted = mode.counted, Counted()
             torch.autograd.backward(output, torch.empty_like(output))
     return CountedLayer(name, forward, mode.counted)
