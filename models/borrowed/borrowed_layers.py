@@ -137,8 +137,8 @@ class BorrowedBlock(BorrowedLayer):
             return call.run(self.core, hidden, micro_batch)
         rows: list[list[Tensor]] = [[] for _ in hidden]
         for row, begin, end, calls in self.shell.calls_by_document(hidden, micro_batch):
-            part = (one[row : row + 1, begin:end] for one in micro_batch.tensors())
-            whole = MicroBatch(*part, max_documents=1)
+            ids = torch.zeros_like(micro_batch.positions[row : row + 1, begin:end])
+            whole = MicroBatch(ids, ids, ids, ids, max_documents=1)
             rows[row].append(calls[self.index].run(self.core, hidden[row : row + 1, begin:end], whole))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
