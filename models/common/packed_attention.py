@@ -70,8 +70,7 @@ class _OffsetAttention(torch.autograd.Function):
         run = _forward if bound is None else _opaque_forward
         output, log_sums, random_state = run(query, key, value, documents, bound, longest, window, scale)
         if sinks is not None:
-            joined, sums = join_sinks(output.transpose(0, 1)[None], log_sums[None], sinks)
-            output, log_sums = joined[0].transpose(0, 1), sums[0]
+            output, log_sums = join_sinks(output, log_sums, sinks)
         ctx.longest, ctx.window, ctx.scale = longest, window, scale
         ctx.save_for_backward(query, key, value, documents, bound, sinks, output, log_sums, random_state)
         return output
@@ -80,14 +79,10 @@ class _OffsetAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, documents, bound, sinks, output, log_sums, random_state = ctx.saved_tensors
         grad = grads[0].contiguous()
-        run = partial(_backward if bound is None else _opaque_backward, query, key, value, documents, bound)
-        gradients = run(ctx.longest, ctx.window, ctx.scale, grad, output, log_sums, random_state)
-        grad_sinks = None
-        if sinks is not None:
-            heads, mixed = (
-                part.transpose(0, 1)[None] for part in (grad, output)
-            )  # [N, H, C] -> [1, H, N, C]
-            grad_sinks = sinks_gradient(heads, mixed, log_sums[None], sinks)
+        run = _backward if bound is None else _opaque_backward
+        limits, found = (bound, ctx.longest, ctx.window, ctx.scale), (output, log_sums, random_state)
+        gradients = run(query, key, value, documents, *limits, grad, *found)
+        grad_sinks = None if sinks is None else sinks_gradient(grad, output, log_sums, sinks)
         return *gradients, None, None, None, None, grad_sinks, None
 
 

@@ -5,7 +5,7 @@ A flash kernel computes the output `o` and the log-sum-exp `l` without the sink 
 gradient of the output. Called with `o'` and `l'`, it gives the exact gradients of query, key and value; the gradient
 of the sink is `-sum exp(s - l') (grad . o')`. Nothing of size T^2 is kept.
 
-Shapes: B sequences, T tokens, H heads, K kv heads, C channels of a head.
+Shapes: B sequences, T tokens, N = B T, H heads, K kv heads, C channels of a head, P partial sums of the sinks' gradient.
 """
 
 from typing import Any
@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchround.models.kernels.operation import operation, uses_triton
 
-def join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring `sinks [H]` into an output `[B, H, T, C]` and its fp32 log-sum-exp `[B, H, T]`."""
-    with_sinks = torch.logaddexp(log_sums, sinks.float()[:, None])
-    share = (log_sums - with_sinks).exp()  # what each output keeps
-    return output * share[..., None].to(output.dtype), with_sinks
+MOST_PARTIALS = 512  # programs of a backward; each adds up its own tokens
 
 
-def sinks_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Compute the sinks' gradient `[H]` fp32. Output and log-sum-exp are those of `join_sinks`."""
-    moved = (grad.float() * output).sum(dim=-1)  # [B, H, T]
-    return -((sinks.float()[:, None] - log_sums).exp() * moved).sum(dim=(0, 2))
+def add_sinks(log_sums: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the share that each output keeps, and the log-sum-exp with the sink. All fp32; `scores` must broadcast."""
+    with_sinks = torch.logaddexp(log_sums, scores)
+    return (log_sums - with_sinks).exp(), with_sinks
+
+
+def sink_gradient(moved: Tensor, log_sums: Tensor, scores: Tensor) -> Tensor:
+    """Compute each query's part of a sink's gradient. `moved` is grad times output, summed over C; `log_sums` has the sink."""
+    return -((scores - log_sums).exp() * moved)
 
 
 class SinkAttention(torch.autograd.Function):
@@ -38,15 +40,19 @@ class SinkAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
     ) -> Tensor:
         plain, plain_sums = _forward_kernel(query, key, value, mask)
-        output, log_sums = join_sinks(plain, plain_sums[..., : query.shape[2]], sinks)
+        scores = sinks.float()[:, None]  # [H, 1]
+        share, log_sums = add_sinks(plain_sums[..., : query.shape[2]], scores)  # [B, H, T] fp32
+        output = plain * share[..., None].to(plain.dtype)
         ctx.save_for_backward(query, key, value, sinks, mask, output, log_sums)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         query, key, value, sinks, mask, output, log_sums = ctx.saved_tensors
+        moved = (grads[0].float() * output).sum(dim=-1)  # [B, H, T]
+        grad_sinks = sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=(0, 2))
         gradients = _backward_kernel(grads[0], query, key, value, output, log_sums, mask)
-        return *gradients, sinks_gradient(grads[0], output, log_sums, sinks), None
+        return *gradients, grad_sinks, None
 
 
 def _forward_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -102,3 +108,44 @@ def _backward_kernel(
 def _repeat(heads: Tensor, query: Tensor) -> Tensor:
     """Give each query head its own copy of its kv head: the CUDA kernel with a mask cannot share them."""
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+# Sinks added to the result of a flash kernel by document offsets. Triton has one kernel forward and one backward, which compute
+# in fp32 and round where a result is written.
+
+
+def tokens_each(tokens: int) -> int:
+    """Count how many tokens' gradients one program adds up, by `tokens` alone: equal runs add alike on every card."""
+    return max(1, -(-tokens // MOST_PARTIALS))
+
+
+def join_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute output `[N, H, C]` and log-sum-exp `[H, N]` fp32 with `sinks [H]` in the softmax."""
+    if uses_triton(output):
+        return torch.ops.torchround.join_sinks(output, log_sums, sinks)
+    share, log_sums = add_sinks(log_sums, sinks.float()[:, None])  # [H, N]
+    return output * share.T[..., None].to(output.dtype), log_sums
+
+
+def sinks_gradient(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Compute the sinks' gradient `[H]` fp32. Output and log-sum-exp have the sinks in them."""
+    if uses_triton(grad):
+        return torch.ops.torchround.join_sinks_backward(grad, output, log_sums, sinks).sum(dim=0)
+    moved = (grad.float() * output).sum(dim=-1).T  # [H, N]
+    return sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=1)
+
+
+@operation(
+    "join_sinks(Tensor output, Tensor log_sums, Tensor sinks) -> (Tensor, Tensor)",
+    "sink_scores_triton.launch_join_sinks",
+)
+def joined_results(output: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(output), torch.empty_like(log_sums)
+
+
+@operation(
+    "join_sinks_backward(Tensor grad, Tensor output, Tensor log_sums, Tensor sinks) -> Tensor",
+    "sink_scores_triton.launch_join_sinks_backward",
+)
+def partial_gradients(grad: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    return log_sums.new_empty((-(-len(grad) // tokens_each(len(grad))), len(sinks)))

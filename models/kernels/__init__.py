@@ -1,1 +1,1 @@
-"""Fused operations for accelerators: losses and grouped products, each with kernels in Triton."""
+"""Fused operations for accelerators: losses, grouped products and sinks, each with kernels in Triton."""

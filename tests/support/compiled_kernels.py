@@ -13,7 +13,7 @@ import torch
 from tests.support.processes import run_program
 from torchround.packed_formats import FORMATS, PackedPlace
 
-MODULES = ("grouped", "softmax_loss")
+MODULES = ("grouped", "sink_scores", "softmax_loss")
 MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid
 
 PROGRAM = """
@@ -76,7 +76,7 @@ def compile_all(card):
     return found
 
 
-def launch_all(grouped, losses, dtype):
+def launch_all(grouped, sinks, losses, dtype):
     def make(*shape, kind=dtype):
         return torch.empty(shape, dtype=kind, device="meta")
 
@@ -87,7 +87,7 @@ def launch_all(grouped, losses, dtype):
         return make(*shape, kind=torch.int64)
 
     tokens, width, experts, inner = 8192, 2880, 128, 768
-    ends = make(experts, kind=torch.int32)
+    heads, ends = make(tokens, 16, 128), make(experts, kind=torch.int32)
     stack, rows = make(experts, inner, width), 8 * tokens
     grouped.launch_rows(make(rows, width), stack.transpose(1, 2), ends)
     grouped.launch_rows(make(rows, inner), stack, ends)
@@ -98,5 +98,7 @@ def launch_all(grouped, losses, dtype):
     for kind in (torch.float32, dtype):
         total = make(experts, inner, width, kind=kind).transpose(1, 2)
         grouped.launch_gradient(make(rows, width), make(rows, inner), ends, total)
+    sinks.launch_join_sinks(heads, numbers(16, tokens), make(16))
+    sinks.launch_join_sinks_backward(heads, heads, numbers(16, tokens), make(16))
     for differentiate in (False, True):
         losses.launch_softmax_loss(make(4352, 151936), integers(4352), numbers(4352), 0.1, differentiate)

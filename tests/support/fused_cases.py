@@ -17,12 +17,39 @@ from tests.support.rounding import FP32, assert_close_in_sums
 from tests.support.small_decoders import decoder
 from torchround.layer import IGNORED_LABEL
 from torchround.models.common.loss import softmax_loss_
+from torchround.models.common.sinks import join_sinks, sinks_gradient, tokens_each
 from torchround.models.kernels import operation
 from torchround.models.kernels.grouped import PackedStack, RowGroups, packed_product
 from torchround.packed_formats import FORMATS
 
 F32, F16, BF16 = UNITS
 FACTOR = 0.37
+
+
+def largest(*tensors):
+    return torch.stack([tensor.detach().double().abs().max() for tensor in tensors]).prod().item()
+
+
+def case_sinks():
+    assert tokens_each(515) == 2, "programs with two tokens each, except the last one"
+    rows = [((5, 4, 16), F32), ((40, 3, 6), BF16), ((1, 3, 6), F16), ((515, 2, 4), F32), ((0, 2, 4), F32)]
+    for (tokens, heads, channels), dtype in rows:
+        output, log_sums = random(tokens, heads, channels, dtype=dtype), 3 * random(heads, tokens)
+        sinks, grad = 3 * random(heads, dtype=dtype), random(tokens, heads, channels, dtype=dtype, seed=1)
+        found, joined = join_sinks(output, log_sums, sinks)
+        assert found.shape == output.shape and joined.shape == log_sums.shape
+        if tokens == 0:
+            continue
+        exact = torch.logaddexp(log_sums.double(), sinks.double()[:, None])
+        # Exponentials turn the rounding of an argument of up to 20 into as many roundings.
+        assert_rounded(joined, exact, 32, 20.0)
+        shrunk = output.double() * (log_sums.double() - exact).exp().T[..., None]
+        assert_rounded(found, shrunk, 64, largest(output))
+        # With the sink's share s, d output / d score = -s output.
+        share = (sinks.double()[:, None] - joined.double()).exp()
+        expected = -(share.T[..., None] * found.double() * grad.double()).sum(dim=(0, 2))
+        size = 20.0 * channels * tokens
+        assert_rounded(sinks_gradient(grad, found, joined, sinks), expected, 64 + channels + tokens, size)
 
 
 def loss_and_gradients(model, batch):

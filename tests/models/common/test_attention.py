@@ -10,13 +10,12 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import plain_flash
-from tests.support.interpreted import UNITS, assert_rounded, random
 from tests.support.rounding import assert_close_in_sums
 from torchround.layer import MicroBatch, longest_document, most_documents
 from torchround.models.common import packed_attention
 from torchround.models.common.attention import AttentionKernel, additive_mask, allowed_pairs, attend, choose_kernel
 from torchround.models.common.packed_attention import document_offsets
-from torchround.models.common.sinks import SinkAttention, join_sinks, sinks_gradient
+from torchround.models.common.sinks import SinkAttention
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 # Sums over the channels of a head and twice over at most 20 tokens; the backward has four of each.
@@ -186,25 +185,6 @@ def test_the_kernels_of_a_card_get_a_key_and_a_value_for_each_query_head():
         gradients = torch.autograd.grad(mixed.sum(), heads)
     assert shapes == {mixed.shape}
     assert [gradient.shape for gradient in gradients] == [head.shape for head in heads]
-
-
-@pytest.mark.parametrize("dtype", UNITS)
-@pytest.mark.parametrize("shape", [(2, 4, 5, 16), (1, 3, 40, 6), (1, 2, 515, 4)])
-def test_sinks_join_an_output_within_its_rounding(shape, dtype):
-    _, heads, tokens, channels = shape
-    output, log_sums = random(*shape, dtype=dtype), 3 * random(*shape[:3])
-    sinks, grad = 3 * random(heads, dtype=dtype), random(*shape, dtype=dtype, seed=1)
-    found, joined = join_sinks(output, log_sums, sinks)
-    exact = torch.logaddexp(log_sums.double(), sinks.double()[:, None])
-    # Exponentials turn the rounding of an argument of up to 20 into as many roundings.
-    assert_rounded(joined, exact, 32, 20.0)
-    shrunk = output.double() * (log_sums.double() - exact).exp()[..., None]
-    assert_rounded(found, shrunk, 64, output.double().abs().max().item())
-    # With the sink's share s, d output / d score = -s output.
-    share = (sinks.double()[:, None] - joined.double()).exp()
-    expected = -(share[..., None] * found.double() * grad.double()).sum(dim=(0, 2, 3))
-    terms = shape[0] * tokens + channels
-    assert_rounded(sinks_gradient(grad, found, joined, sinks), expected, 64 + terms, 20.0 * channels * tokens)
 
 
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
