@@ -27,7 +27,7 @@ from torchround.engine.worker.slots import DeviceSlot, StageLayout, UnpackedLaye
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.borrowed import construction
-from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
+from torchround.models.borrowed.counted_work import fake_parameters, no_memory
 from torchround.optim import NO_STATE
 
 MODELS = ["llama3:3.1-8B", "qwen3:1.7B", "qwen3:4B", "qwen3:30B-A3B", "gpt_oss:20B"]
@@ -190,7 +190,7 @@ def _counted_block(name: str, layer: Any, batch: int, tokens: int, documents: in
         hidden = torch.empty((batch, tokens, layer.width), dtype=DTYPE).requires_grad_()
         layer.shell.calls_of(hidden, micro_batch)  # once for all blocks
         with CountingMode() as mode:
-            output = call_with(layer, weights, hidden, micro_batch)
+            output = torch.func.functional_call(layer, weights, (hidden, micro_batch))
             forward, mode.counted = mode.counted, Counted()
             torch.autograd.backward(output, torch.empty_like(output))
     return CountedLayer(name, forward, mode.counted)

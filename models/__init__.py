@@ -1,7 +1,6 @@
 """The model families, by the name that `[model] family` gives."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from torchround.models.borrowed import TRANSFORMERS, BorrowedFamily
@@ -22,8 +21,6 @@ from torchround.models.llama3 import LLAMA3
 from torchround.models.qwen3 import QWEN3
 
 # The families that torchround defines itself. Each has flavors.
-OWN_FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
-    {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}
-)
+OWN_FAMILIES: Mapping[str, Family[Any]] = {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}
 ModelFamily = Family[Any] | BorrowedFamily
-FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({**OWN_FAMILIES, TRANSFORMERS.name: TRANSFORMERS})
+FAMILIES: Mapping[str, ModelFamily] = {**OWN_FAMILIES, TRANSFORMERS.name: TRANSFORMERS}

@@ -9,7 +9,6 @@ Shapes: R rows sorted by expert, E experts, D model width, F expert width, A inp
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -260,13 +259,11 @@ _DEBUG = replace(
     window=16,
 )
 
-FLAVORS: Mapping[str, GptOssConfig] = MappingProxyType(
-    {
-        "debug": _DEBUG,
-        "20B": _sized(24, 2880, 64, 8, 2880, MoEShape(32, 4, 2880)),
-        "120B": _sized(36, 2880, 64, 8, 2880, MoEShape(128, 4, 2880)),
-    }
-)
+FLAVORS: Mapping[str, GptOssConfig] = {
+    "debug": _DEBUG,
+    "20B": _sized(24, 2880, 64, 8, 2880, MoEShape(32, 4, 2880)),
+    "120B": _sized(36, 2880, 64, 8, 2880, MoEShape(128, 4, 2880)),
+}
 
 GPT_OSS: Family[GptOssConfig] = Family(
     "gpt_oss", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "20B"

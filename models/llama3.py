@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from torchround.models.common.config import TransformerConfig
@@ -54,20 +53,18 @@ def _debug(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
     return replace(shape, vocab_size=260, rope=Rope(10000.0))
 
 
-FLAVORS: Mapping[str, TransformerConfig] = MappingProxyType(
-    {
-        "debug": _debug(6, 128, 4, 320),  # 1.1 M parameters
-        "debug_25m": _debug(8, 512, 8, 1408),
-        "3-8B": _released(32, 4096, 32, 128, 14336),
-        "3-70B": _released(80, 8192, 64, 128, 28672),
-        "3.1-8B": _released(32, 4096, 32, 128, 14336, stretch=8),
-        "3.1-70B": _released(80, 8192, 64, 128, 28672, stretch=8),
-        "3.1-405B": _released(126, 16384, 128, 128, 53248, stretch=8),
-        "3.2-1B": replace(_released(16, 2048, 32, 64, 8192, stretch=32), tied_embeddings=True),
-        "3.2-3B": replace(_released(28, 3072, 24, 128, 8192, stretch=32), tied_embeddings=True),
-        "3.3-70B": _released(80, 8192, 64, 128, 28672, stretch=8),
-    }
-)
+FLAVORS: Mapping[str, TransformerConfig] = {
+    "debug": _debug(6, 128, 4, 320),  # 1.1 M parameters
+    "debug_25m": _debug(8, 512, 8, 1408),
+    "3-8B": _released(32, 4096, 32, 128, 14336),
+    "3-70B": _released(80, 8192, 64, 128, 28672),
+    "3.1-8B": _released(32, 4096, 32, 128, 14336, stretch=8),
+    "3.1-70B": _released(80, 8192, 64, 128, 28672, stretch=8),
+    "3.1-405B": _released(126, 16384, 128, 128, 53248, stretch=8),
+    "3.2-1B": replace(_released(16, 2048, 32, 64, 8192, stretch=32), tied_embeddings=True),
+    "3.2-3B": replace(_released(28, 3072, 24, 128, 8192, stretch=32), tied_embeddings=True),
+    "3.3-70B": _released(80, 8192, 64, 128, 28672, stretch=8),
+}
 
 LLAMA3: Family[TransformerConfig] = Family(
     "llama3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "3-8B"

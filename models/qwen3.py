@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from torchround.layer import HFTensors
@@ -106,21 +105,19 @@ _DEBUG = replace(
     max_positions=8192,
 )
 
-FLAVORS: Mapping[str, Qwen3Config] = MappingProxyType(
-    {
-        "debug": _DEBUG,
-        # 1.4 M parameters, 0.6 M of them used by each token
-        "debug_moe": replace(_DEBUG, moe=MoEShape(8, 2, 56, balance_coefficient=0.001)),
-        "0.6B": _released(28, 1024, 16, 8, 3072, tied=True),
-        "1.7B": _released(28, 2048, 16, 8, 6144, tied=True),
-        "4B": _released(36, 2560, 32, 8, 9728, tied=True),
-        "8B": _released(36, 4096, 32, 8, 12288, tied=False),
-        "14B": _released(40, 5120, 40, 8, 17408, tied=False),
-        "32B": _released(64, 5120, 64, 8, 25600, tied=False),
-        "30B-A3B": _released(48, 2048, 32, 4, 6144, tied=False, moe=MoEShape(128, 8, 768)),
-        "235B-A22B": _released(94, 4096, 64, 4, 12288, tied=False, moe=MoEShape(128, 8, 1536)),
-    }
-)
+FLAVORS: Mapping[str, Qwen3Config] = {
+    "debug": _DEBUG,
+    # 1.4 M parameters, 0.6 M of them used by each token
+    "debug_moe": replace(_DEBUG, moe=MoEShape(8, 2, 56, balance_coefficient=0.001)),
+    "0.6B": _released(28, 1024, 16, 8, 3072, tied=True),
+    "1.7B": _released(28, 2048, 16, 8, 6144, tied=True),
+    "4B": _released(36, 2560, 32, 8, 9728, tied=True),
+    "8B": _released(36, 4096, 32, 8, 12288, tied=False),
+    "14B": _released(40, 5120, 40, 8, 17408, tied=False),
+    "32B": _released(64, 5120, 64, 8, 25600, tied=False),
+    "30B-A3B": _released(48, 2048, 32, 4, 6144, tied=False, moe=MoEShape(128, 8, 768)),
+    "235B-A22B": _released(94, 4096, 64, 4, 12288, tied=False, moe=MoEShape(128, 8, 1536)),
+}
 
 QWEN3: Family[Qwen3Config] = Family(
     "qwen3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "8B"

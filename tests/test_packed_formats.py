@@ -13,8 +13,8 @@ from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bi
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from torchround import packed_formats
-from torchround.hf.packed import E2M1_VALUES, dequantise
-from torchround.packed_formats import FORMATS, PIECE
+from torchround.hf.packed import dequantise
+from torchround.packed_formats import E2M1_VALUES, FORMATS, PIECE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUMEL = PIECE + 512  # two pieces, the second a short one

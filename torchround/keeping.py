@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,34 +21,30 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 Result = TypeVar("Result")
 
 # Products whose results are kept, and the place of the first matrix among their arguments; the second follows it.
-PRODUCTS: Mapping[str, int] = MappingProxyType(
-    {
-        "aten::mm": 0,
-        "aten::bmm": 0,
-        "aten::addmm": 1,
-        "aten::baddbmm": 1,
-        "aten::_grouped_mm": 0,
-        "torchround::grouped_rows": 0,
-        "torchround::grouped_product": 0,
-        "torchround::packed_product": 0,
-    }
-)
+PRODUCTS: Mapping[str, int] = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+    "aten::_grouped_mm": 0,
+    "torchround::grouped_rows": 0,
+    "torchround::grouped_product": 0,
+    "torchround::packed_product": 0,
+}
 # An order of dimensions in memory, which is its own inverse; None is the usual one.
 Order = tuple[int, ...] | None
 # `[B, H, T, C]` is stored as `[B, T, H, C]`. T of the fp32 log-sum-exp behind it may be padded.
 _HEADS_INSIDE: tuple[Order, ...] = ((0, 2, 1, 3), None)
 # Attention kernels, and the order of each of their first results, which are kept. No caller uses dropout in a kernel, so the
 # state of random numbers behind them is never read.
-ATTENTION_KERNELS: Mapping[str, tuple[Order, ...]] = MappingProxyType(
-    {
-        "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 2, 1, 3), (0, 2, 1)),
-        "aten::_scaled_dot_product_flash_attention": _HEADS_INSIDE,
-        "aten::_scaled_dot_product_efficient_attention": _HEADS_INSIDE,
-        "aten::_scaled_dot_product_cudnn_attention": _HEADS_INSIDE,
-        "aten::_scaled_dot_product_fused_attention_overrideable": _HEADS_INSIDE,
-        "aten::_flash_attention_forward": (None, None),
-    }
-)
+ATTENTION_KERNELS: Mapping[str, tuple[Order, ...]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 2, 1, 3), (0, 2, 1)),
+    "aten::_scaled_dot_product_flash_attention": _HEADS_INSIDE,
+    "aten::_scaled_dot_product_efficient_attention": _HEADS_INSIDE,
+    "aten::_scaled_dot_product_cudnn_attention": _HEADS_INSIDE,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _HEADS_INSIDE,
+    "aten::_flash_attention_forward": (None, None),
+}
 
 
 class KeptActivationError(RuntimeError):
@@ -270,15 +265,13 @@ class _PartMode(TorchDispatchMode):
             return self.passed(func, args, kwargs)
         return self.collected(func, args, kwargs, orders)
 
-    def collected(self, func: Any, args: Any, kwargs: Any, orders: Sequence[Order]) -> Any:
-        raise AssertionError("both modes have one of their own")
-
-    def passed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handle a product whose result is not kept because only a joined one reads it."""
-        return func(*args, **kwargs)
+    collected: Callable[..., Any]  # both modes have one of their own
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
+
+    # Handles a product whose result is not kept because only a joined one reads it.
+    passed = other
 
     def check(self) -> None:
         """Raise `KeptActivationError` at the end if the layer did not run as expected."""

@@ -227,15 +227,20 @@ def with_dropout_seeds(
 class Layer(Protocol):
     """The interface that the engine needs from each layer. The object is also an `nn.Module`.
 
-    Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
-    two or more dimensions only because they are stacks of vectors.
-
-    A layer with an attribute `never_compiled` that is true is not compiled, one with `most_compiled_tokens` for no
-    micro-batch of more tokens. A layer with a method `code` has that compiled in its place: a module of the same parameters
-    and without buffers, which is called with the tensors of `code_inputs(hidden, micro_batch)` and the micro-batch.
-
     A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
-    them in `LayerWork.keepable`.
+    them in `LayerWork.keepable`. The engine looks for these optional attributes:
+
+    - `undecayed`, of any module: names of its own parameters that have two or more dimensions only because they are stacks
+      of vectors. Weight decay is for matrices.
+    - `never_compiled`: True if the layer is not compiled. `most_compiled_tokens`: it is for no micro-batch of more.
+    - `code()`: what is compiled in the layer's place, a module of the same parameters and without buffers. It is called with
+      the tensors of `code_inputs(hidden, micro_batch)` and the micro-batch. Its attribute `differentiable` says how many of
+      these get gradients; without it, each floating one does.
+    - `init_adapters(generator)`: fills the parameters that a file of the layer's base lacks.
+    - `new_cache(capacity)`: makes what the layer gets as `MicroBatch.cache`, its memory of up to `capacity` tokens of each
+      text, with a method `clear`. `cache_bytes(batch, tokens, element_bytes)` counts it. If a layer between the first and
+      the last lacks them, each token that is generated reads the whole text again.
+    - `longest`: the most tokens of a sequence that the layer is right for, or None.
     """
 
     def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:

@@ -154,13 +154,8 @@ STACK = (("MergeModulelist", 0),)
 STACK_OF_JOINS = (("MergeModulelist", 0), ("Concatenate", 1))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A tensor of a file: its name, and the converter and the pattern that it matched, if it needs one."""
-
-    name: str
-    converter: Any = None
-    pattern: str | None = None
+# A tensor of a file, and the pattern of the converter that it matched, if it needs one.
+Source = tuple[str, str | None]
 
 
 class ReleasedNames:
@@ -182,6 +177,7 @@ class ReleasedNames:
         self.own, self.others = own, others
         transforms = conversion_mapping.get_model_conversion_mapping(model)
         self._converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
+        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
         self._renamings = [one for one in transforms if isinstance(one, core_model_loading.WeightRenaming)]
         self._known, self._prefix = model.state_dict(), model.base_model_prefix
         self._tied = set(getattr(model, "all_tied_weights_keys", {})) - set(own.values())
@@ -204,20 +200,19 @@ class ReleasedNames:
         names = {
             stored: self._names_of(name, found.get(name, [])) or name for stored, name in self.own.items()
         }
-        copies = {source.name for name in self._tied for source in found.get(name, [])}
-        carried = {source.name for name in self.others for source in found.get(name, [])} - copies
+        copies = {source for name in self._tied for source, _ in found.get(name, [])}
+        carried = {source for name in self.others for source, _ in found.get(name, [])} - copies
         carried |= _matching(self._unexpected, left)
         return FolderNames(
             names, frozenset(copies | _matching(self._tables, left) - carried), frozenset(carried)
         )
 
-    def _sources(self, tensors: Collection[str]) -> tuple[dict[str, list[_Source]], set[str]]:
+    def _sources(self, tensors: Collection[str]) -> tuple[dict[str, list[Source]], set[str]]:
         """Sort tensors by the parameter that each belongs to. The others are returned too."""
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-        by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
         known, prefix = self._known, self._prefix
-        found: dict[str, list[_Source]] = defaultdict(list)
+        found: dict[str, list[Source]] = defaultdict(list)
         left = set()
         # Experts must come in the order of their numbers.
         for tensor in sorted(tensors, key=dot_natural_key):
@@ -226,29 +221,29 @@ class ReleasedNames:
                 # A file of a newer release holds the model's own name, which a rule for older ones has changed.
                 name, pattern = rename_source_key(tensor, [], [], prefix, known)
             if name in known:
-                converter = None if pattern is None else by_pattern[pattern]
-                found[name].append(_Source(tensor, converter, pattern))
+                found[name].append((tensor, pattern))
             else:
                 left.add(tensor)
         return found, left
 
-    def _names_of(self, name: str, sources: Sequence[_Source]) -> HFTensors | None:
+    def _names_of(self, name: str, sources: Sequence[Source]) -> HFTensors | None:
         """Find the tensors of one parameter in the form in which they are joined; None if some are missing."""
         if not sources:
             return None
-        converter = sources[0].converter
-        if converter is None:
-            return sources[0].name
+        first, matched = sources[0]
+        if matched is None:
+            return first
+        converter = self._by_pattern[matched]
         kind = tuple(_kind(operation) for operation in converter.operations)
         if kind not in (STACK, STACK_OF_JOINS):
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             raise ModelConfigError(
-                f"the files hold {name} as {sources[0].name} and {len(sources) - 1} more, to be joined by {operations}, which torchround does not do "
+                f"the files hold {name} as {first} and {len(sources) - 1} more, to be joined by {operations}, which torchround does not do "
                 "while it reads; legal: what transformers makes of the folder with "
                 "AutoModelForCausalLM.from_pretrained(..).save_pretrained(NEW_FOLDER, save_original_format=False)"
             )
         by_pattern = {
-            pattern: [source.name for source in sources if source.pattern == pattern]
+            pattern: [source for source, its_pattern in sources if its_pattern == pattern]
             for pattern in converter.source_patterns
         }
         num_experts = self._known[name].shape[0]

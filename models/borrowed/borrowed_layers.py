@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torchround.models.borrowed.construction import Anatomy
 from torchround.models.borrowed.counted_work import count_layer, extrapolate
 from torchround.models.borrowed.recognised_parts import UNREAD
 from torchround.models.borrowed.shell import BlockCall, StandInBody, hollow, kind_of, with_modules
-from torchround.models.common.attention import documents_of
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import init_adapters
 from torchround.models.common.loss import (
@@ -31,7 +30,6 @@ from torchround.models.common.loss import (
     loss_work,
     token_loss_sum,
 )
-from torchround.models.common.packed_attention import Documents
 
 # Lengths by which the cost of longer sequences is found, in blocks that run document by document: linear attention loops over
 # its chunks, so counting a million tokens would take an hour.
@@ -136,32 +134,30 @@ class BorrowedBlock(BorrowedLayer):
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not self.alone or micro_batch.max_documents == 1:
             call = self.shell.calls_of(hidden, micro_batch)[self.index]
-            return self._run(call, hidden, documents_of(micro_batch))
+            return call.run(self.core, hidden, micro_batch)
         rows: list[list[Tensor]] = [[] for _ in hidden]
         for row, begin, end, calls in self.shell.calls_by_document(hidden, micro_batch):
-            whole = Documents(torch.zeros_like(micro_batch.positions[row : row + 1, begin:end]), 1)
-            rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end], whole))
+            ids = torch.zeros_like(micro_batch.positions[row : row + 1, begin:end])
+            whole = MicroBatch(ids, ids, ids, ids, max_documents=1)
+            rows[row].append(calls[self.index].run(self.core, hidden[row : row + 1, begin:end], whole))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
     def code(self) -> nn.Module:
-        """Make what the engine compiles in the block's place: its core, called with tensors alone."""
+        """Make what the engine compiles in the block's place: a twin of its core that is called as in `CoreOfTensors`."""
         assert self.width is not None, "only the first layer has none"
-        calls = self.shell.calls(torch.ones((1, 2, self.width)), torch.arange(2)[None])
-        made = core_of_tensors(self.core, calls[self.index])
-        made._forward_pre_hooks = self._forward_pre_hooks  # they hand out seeds
-        return made
+        call = self.shell.calls(torch.ones((1, 2, self.width)), torch.arange(2)[None])[self.index]
+        twin, kind = with_modules(self.core, {}), cast(Any, type(self.core))
+        twin._modules.pop("shell", None)  # a child of the layer, which shares its children with the core
+        twin.__class__ = _class_of(kind)
+        leaves, twin.structure = torch.utils._pytree.tree_flatten((call.args, call.kwargs))
+        twin.leaves = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if hasattr(twin, "layer_idx"):
+            twin.layer_idx = UNREAD
+        twin._forward_pre_hooks = self._forward_pre_hooks  # they hand out seeds
+        return cast(nn.Module, twin)
 
     def code_inputs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         return hidden, *self.shell.calls_of(hidden, micro_batch)[self.index].tensors()
-
-    def _run(self, call: BlockCall, hidden: Tensor, documents: Documents) -> Tensor:
-        call = call.with_documents(documents)
-        return _hidden_state(self.core(hidden, *call.args, **call.kwargs))
-
-
-def _hidden_state(found: Any) -> Tensor:
-    result: Tensor = found[0] if isinstance(found, tuple) else found
-    return result
 
 
 TENSOR = "a tensor"
@@ -184,21 +180,7 @@ class CoreOfTensors(nn.Module):
         tensors = iter(others)
         leaves = [next(tensors) if leaf == TENSOR else leaf for leaf in self.leaves]
         call = BlockCall(*torch.utils._pytree.tree_unflatten(leaves, self.structure))
-        call = call.with_documents(documents_of(micro_batch))
-        return _hidden_state(super().forward(hidden, *call.args, **call.kwargs))
-
-
-def core_of_tensors(core: nn.Module, call: BlockCall) -> Any:
-    """Make a twin of `core` that is called as in `CoreOfTensors`, and otherwise as in `call`."""
-    twin = with_modules(core, {})
-    twin._modules.pop("shell", None)  # a child of the layer, which shares its children with the core
-    kind: Any = type(core)
-    twin.__class__ = _class_of(kind)
-    leaves, twin.structure = torch.utils._pytree.tree_flatten((call.args, call.kwargs))
-    twin.leaves = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    if hasattr(twin, "layer_idx"):
-        twin.layer_idx = UNREAD
-    return twin
+        return call.run(super().forward, hidden, micro_batch)
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
+from torchround.models.borrowed.counted_work import call_without_memory, no_memory
 from torchround.models.borrowed.recognised_parts import let_adapt, recognise
 from torchround.models.borrowed.shell import (
     BlockCall,
@@ -330,9 +330,8 @@ def take_apart(config: Any) -> Anatomy:
 
 def _find_blocks(model: Any) -> tuple[str, Any, str]:
     body_name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
-    body = getattr(model, body_name, None)
+    body: Any = getattr(model, body_name, None)
     _check(isinstance(body, nn.Module), f"it has no body under the name {body_name!r}")
-    assert body is not None, "it was checked"
     # A list of rotations has buffers alone.
     lists = [
         name
@@ -456,9 +455,8 @@ def _num_entries(block: nn.Module, index: int, hidden: Tensor, call: BlockCall) 
     """Run a block without memory. Return the length of the tuple that it returns, 0 for a tensor."""
     block.train()
     try:
-        with no_memory() as meter, torch.no_grad():
-            weights = fake_parameters(block, hidden.dtype)
-            result = call_with(block, weights, hidden, *call.args, **call.kwargs)
+        with no_memory() as meter:
+            result = call_without_memory(block, hidden.dtype, hidden, *call.args, **call.kwargs)
     finally:
         block.eval()
     _check(not meter.drawn, f"block {index} {DRAWS}")
@@ -503,10 +501,9 @@ def _projection(model: Any, body_name: str, output_class: type, width: int) -> s
     calls: list[tuple[Tensor, Tensor]] = []
     handle = last.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
     outer = with_modules(model, {body_name: StandInBody(model.get_submodule(body_name), output_class)})
-    with no_memory(), torch.no_grad():
+    with no_memory():
         states = torch.empty((1, 3, width))
-        weights = fake_parameters(outer, states.dtype)
-        logits = call_with(outer, weights, inputs_embeds=states, use_cache=False).logits
+        logits = call_without_memory(outer, states.dtype, inputs_embeds=states, use_cache=False).logits
     handle.remove()
     [(given, made)] = calls
     # The model may scale what it projects, or cap what it gets.

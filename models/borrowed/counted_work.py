@@ -54,7 +54,7 @@ def count_layer(
             hidden = torch.empty((batch, tokens, width), dtype=dtype).requires_grad_()
         before = meter.alive_bytes
         with torch.no_grad():
-            call_with(layer, parameters, hidden, micro_batch)
+            functional_call(layer, parameters, (hidden, micro_batch))
         # The arguments that the body makes for its blocks stay with the micro-batch.
         arguments = meter.alive_bytes - before
         meter.flops, meter.peak_bytes = 0.0, meter.alive_bytes
@@ -72,7 +72,7 @@ def count_layer(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = call_with(layer, parameters, hidden, micro_batch)
+            result = functional_call(layer, parameters, (hidden, micro_batch))
         kept_bytes = sum(kept.values())
         forward_flops, output_bytes = meter.flops, result.nbytes
         if result.requires_grad:
@@ -106,28 +106,24 @@ def extrapolate(counted: Sequence[LayerWork], lengths: Sequence[int], tokens: in
 
     products = [work.products[0] for work in counted]
     flops, frozen = at(one.flops for one in products), at(one.frozen_flops for one in products)
+    # A peak moves from one operation to another, so it is at least in proportion too.
+    least = counted[-1].workspace_bytes * tokens / lengths[-1]
     return LayerWork(
         products=(Products(flops, min(flops, frozen), products[-1].kind),),
         activation_bytes=math.ceil(at(work.activation_bytes for work in counted)),
         boundary_bytes=math.ceil(at(work.boundary_bytes for work in counted)),
-        # A peak moves from one operation to another, so it is at least in proportion too.
-        workspace_bytes=math.ceil(
-            max(
-                at(work.workspace_bytes for work in counted),
-                counted[-1].workspace_bytes * tokens / lengths[-1],
-            )
-        ),
+        workspace_bytes=math.ceil(max(at(work.workspace_bytes for work in counted), least)),
     )
 
 
 def _parts(
-    layer: nn.Module, parameters: Mapping[str, Tensor], hidden: Any, micro_batch: MicroBatch, meter: "Meter"
+    layer: nn.Module, parameters: dict[str, Tensor], hidden: Any, micro_batch: MicroBatch, meter: "Meter"
 ) -> tuple[KeptWork, ...]:
     """Count the parts of a layer whose results can be kept, in the order in which they run."""
     meter.part_flops.clear()
     try:
         with torch.no_grad(), recording(KEEPABLE) as record:
-            call_with(layer, parameters, hidden, micro_batch)
+            functional_call(layer, parameters, (hidden, micro_batch))
     except KeptActivationError:  # the block writes into them
         return ()
     flops, grouped = dict(meter.part_flops), set(meter.grouped_parts)
@@ -141,7 +137,7 @@ def _parts(
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         replaying(KEEPABLE, record.tensors),
     ):
-        call_with(layer, parameters, hidden, micro_batch)
+        functional_call(layer, parameters, (hidden, micro_batch))
     found = []
     for name in dict.fromkeys(record.parts):
         tensors = [one for one, part in zip(record.tensors, record.parts, strict=True) if part == name]
@@ -190,14 +186,17 @@ class Meter(TorchDispatchMode):
         self.part_flops[current_part()] += flops
         if flops and "grouped" in name:
             self.grouped_parts.add(current_part())
+        scratch = 0
         if name == "aten::_flash_attention_backward":
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + _scratch_of_attention(*args))
-        if name == "aten::sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:
+            _, query, key, *others = args
+            longest, (rows, heads, channels) = others[5], query.shape
+            scratch = backward_scratch_bytes(max(1, rows // longest), longest, heads, key.shape[1], channels)
+        elif name == "aten::sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:
             # The CPU casts all terms first.
-            cast_bytes = args[0].numel() * kwargs["dtype"].itemsize
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + cast_bytes + result.nbytes)
-        if name.startswith("torchround::grouped_product"):  # a loop over experts, whose results are joined
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + 2 * result.nbytes)
+            scratch = args[0].numel() * kwargs["dtype"].itemsize + result.nbytes
+        elif name.startswith("torchround::grouped_product"):  # a loop over experts, whose results are joined
+            scratch = 2 * result.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes + scratch)
         self._count(result)
         return result
 
@@ -228,8 +227,10 @@ def fake_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def call_with(module: nn.Module, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    return functional_call(module, dict(parameters), args, kwargs)
+def call_without_memory(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with parameters that have no memory. Inside `no_memory`."""
+    with torch.no_grad():
+        return functional_call(module, fake_parameters(module, dtype), args, kwargs)
 
 
 def _grouped_product(
@@ -258,11 +259,6 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
     # Attention has the tag for its dropout, and takes the probability as a number.
     places = [index for index, item in enumerate(func._schema.arguments) if item.name == "dropout_p"]
     return not places or any(args[index] for index in places if index < len(args))
-
-
-def _scratch_of_attention(grad: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
-    longest, (rows, heads, channels) = others[5], query.shape
-    return backward_scratch_bytes(max(1, rows // longest), longest, heads, key.shape[1], channels)
 
 
 # Of attention all pairs of each sequence's tokens count, as in our own families: of sequences as long as the longest.

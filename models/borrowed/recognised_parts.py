@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from torchround.accelerators import as_if_on
 from torchround.keeping import keep
-from torchround.models.borrowed.counted_work import call_with, fake_parameters, no_memory
+from torchround.layer import MicroBatch
+from torchround.models.borrowed.counted_work import call_without_memory, no_memory
 from torchround.models.borrowed.shell import BlockCall, MaskPlace, Places, Shell, kind_of, with_modules
 from torchround.models.common.attention import allowed_pairs, attend
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
-from torchround.models.common.packed_attention import Documents
 from torchround.models.common.primitives import gated_product
 from torchround.models.kernels.projections import Projection
 from torchround.packed_formats import PackedFormat
@@ -75,9 +75,9 @@ def attend_documents(
         calls.append(AttentionCall(module, (query, key, value), {"scaling": scaling, **others}))
     if not isinstance(attention_mask, MaskPlace) or attention_mask.documents is None:
         raise NotRecognised(f"attention gets a {type(attention_mask).__name__} for its mask")
-    heads = (part.transpose(1, 2) for part in (query, key, value))
-    mask = attention_mask
-    return keep("attention", attend, *heads, mask.documents, mask.window, None, scaling).contiguous(), None
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    batch, window = attention_mask.documents, attention_mask.window
+    return keep("attention", attend, query, key, value, batch, window, None, scaling).contiguous(), None
 
 
 def mask_place(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> MaskPlace:
@@ -360,10 +360,9 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
 
 
 def _run_without_memory(block: nn.Module, call: BlockCall, hidden: Tensor) -> None:
-    with as_if_on("cpu"), no_memory(), torch.no_grad():
-        weights = fake_parameters(block, hidden.dtype)
-        call = call.with_documents(Documents(torch.zeros(hidden.shape[:2], dtype=torch.int64)))
-        call_with(block, weights, hidden, *call.args, **call.kwargs)
+    with as_if_on("cpu"), no_memory():
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+        call.run(partial(call_without_memory, block, hidden.dtype), hidden, MicroBatch(ids, ids, ids, ids))
 
 
 def _runs_without_number(block: nn.Module, call: BlockCall, hidden: Tensor) -> bool:
@@ -424,12 +423,13 @@ def _compare_attention(call: AttentionCall) -> None:
     if call.others.get("s_aux") is not None:
         raise NotRecognised("attention with sinks")
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])
-    documents = Documents((positions == 0).cumsum(1), 2)
+    ids = (positions == 0).cumsum(1)
+    documents = MicroBatch(ids, ids, positions, ids, max_documents=2)
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, heads.shape[1], positions.shape[1], heads.shape[3]) for heads in call.heads]
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     for window in (None, 3):
-        masks = MaskPlace(window, documents), allowed_pairs(documents.ids, window)
+        masks = MaskPlace(window, documents), allowed_pairs(ids, window)
         functions: tuple[Any, Any] = attend_documents, sdpa_attention_forward
         ours, theirs = (
             _derivatives(partial(run, call.module, *leaves, mask, **call.others), leaves)

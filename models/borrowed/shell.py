@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from torchround.layer import LayerWork, MicroBatch
-from torchround.models.common.packed_attention import Documents
 
 Plain = (str, int, float, bool, tuple, type(None))
 
@@ -27,7 +26,7 @@ class MaskPlace:
     """The place of a mask of a recognised block: a token sees earlier ones of its document, or of the `window` that ends at it."""
 
     window: int | None = None
-    documents: Documents | None = None
+    documents: MicroBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,22 @@ class BlockCall:
         leaves = [places.get(number, leaf) for number, leaf in enumerate(leaves)]
         return BlockCall(*torch.utils._pytree.tree_unflatten(leaves, structure))
 
-    def with_documents(self, documents: Documents) -> "BlockCall":
+    def run(self, block: Callable[..., Any], hidden: Tensor, documents: MicroBatch) -> Tensor:
+        """Call a block for its hidden state, with `documents` in the places of masks."""
+
         def fill(place: MaskPlace) -> MaskPlace:
             return replace(place, documents=documents)
 
-        return BlockCall(*torch.utils._pytree.tree_map_only(MaskPlace, fill, (self.args, self.kwargs)))
+        args, kwargs = torch.utils._pytree.tree_map_only(MaskPlace, fill, (self.args, self.kwargs))
+        found = block(hidden, *args, **kwargs)
+        result: Tensor = found[0] if isinstance(found, tuple) else found
+        return result
 
 
 # Of each block, the places of masks among its arguments' leaves; nothing if no block is recognised.
 Places = tuple[Mapping[int, MaskPlace], ...]
 # The hidden state and the other arguments of each block.
 Recorded = list[tuple[Tensor, BlockCall]]
-
-
-class OtherResult:
-    """The place of what a block returns beside its hidden state."""
 
 
 class Recorder(nn.Module):
@@ -81,7 +81,8 @@ class Recorder(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((hidden, BlockCall(args, kwargs)))
-        return (hidden, *[OtherResult()] * (self.entries - 1)) if self.entries else hidden
+        # No body can use the places of what a block returns beside its hidden state.
+        return (hidden, *[object()] * (self.entries - 1)) if self.entries else hidden
 
 
 class StandIn(nn.Module):

@@ -22,15 +22,10 @@ from torchround.keeping import keep
 from torchround.layer import KeptWork, LayerWork, MicroBatch, Products
 from torchround.models.common.chunks import elements_at_once
 from torchround.models.common.lora import kept_linears
-from torchround.models.common.packed_attention import (
-    Documents,
-    Once,
-    attend_by_offsets,
-    backward_scratch_bytes,
-)
+from torchround.models.common.packed_attention import attend_by_offsets, backward_scratch_bytes
 from torchround.models.common.primitives import RMSNorm, init_part_, rotate
 from torchround.models.common.rope import Rope, rotation
-from torchround.models.common.sinks import attend_with_sinks
+from torchround.models.common.sinks import SinkAttention
 from torchround.models.kernels.projections import Projection, project_all
 
 
@@ -77,17 +72,16 @@ class Attention(nn.Module):
         # The tables are made anew in each block: stored ones would be buffers that travel with the weights.
         cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        documents, cache, past = documents_of(micro_batch), micro_batch.cache, 0
+        cache, past = micro_batch.cache, 0
         if cache is not None:
             past = cache.length
             keys, values = cache.append(key, value)
         if past:
             # Later calls of a text take a mask; the one that begins it takes the kernel that `attend` chooses.
-            length, once = keys.shape[1], micro_batch.once
-            mask = past_mask(micro_batch.positions, length, self.window, query.dtype, once)
+            mask = past_mask(micro_batch, keys.shape[1], self.window, query.dtype)
             return self.output(_attend_under_mask(query, keys, values, mask, self.sinks).flatten(2))
         mixed = keep(
-            "attention", attend, query, key, value, documents, self.window, self.sinks
+            "attention", attend, query, key, value, micro_batch, self.window, self.sinks
         )  # [B, T, H, C]
         return keep("output", self.output, mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
 
@@ -120,11 +114,18 @@ class Attention(nn.Module):
         gradients = num_tokens * (3 * heads + 2 * kv_heads) * channels * element_bytes
         if kernel is AttentionKernel.OFFSETS:
             gradients += backward_scratch_bytes(batch, tokens, heads, kv_heads, channels)
+        # The kernel's output and log-sum-exp. An accelerator's kernel may pad channels to 8 and tokens to 32.
+        pad_channels, pad_tokens = (-channels % 8, -tokens % 32) if is_accelerator(device) else (0, 0)
+        output_bytes = num_tokens * heads * (channels + pad_channels) * element_bytes
+        sizes = (output_bytes, 4 * batch * heads * (tokens + pad_tokens))
+        # The backward needs both as they are with the sinks.
+        saved_bytes = num_tokens * heads * (channels * element_bytes + 4) if self.sinks is None else 0
+        kept = KeptWork.of("attention", sizes, flops, saved_bytes)
         mixing = LayerWork(
             (Products(flops),),
             num_tokens * token_bytes,
             workspace_bytes=max(rotating, gradients),
-            keepable=(self._kept_attention(batch, tokens, element_bytes, device, flops),),
+            keepable=(kept,),
         )
         inward = (self.query, self.key, self.value)
         parts = (
@@ -133,23 +134,6 @@ class Attention(nn.Module):
             kept_linears("output", (self.output,), num_tokens, element_bytes),
         )
         return sum(parts, start=LayerWork())
-
-    def _kept_attention(
-        self, batch: int, tokens: int, element_bytes: int, device: str, flops: float
-    ) -> KeptWork:
-        """Count the kernel's output and log-sum-exp. An accelerator's kernel may pad channels to 8 and tokens to 32."""
-        channels, sums = self.head_dim, tokens
-        if is_accelerator(device):
-            channels, sums = channels + -channels % 8, tokens + -tokens % 32
-        output_bytes = batch * tokens * self.num_heads * channels * element_bytes
-        # The backward needs output and log-sum-exp as they are with the sinks.
-        saved = batch * tokens * self.num_heads if self.sinks is None else 0
-        return KeptWork.of(
-            "attention",
-            (output_bytes, 4 * batch * self.num_heads * sums),
-            flops,
-            saved * (self.head_dim * element_bytes + 4),
-        )
 
 
 class AttentionKernel(Enum):
@@ -179,16 +163,11 @@ def choose_kernel(
     return AttentionKernel.CAUSAL if whole_past else AttentionKernel.MASK
 
 
-def documents_of(micro_batch: MicroBatch) -> Documents:
-    facts = micro_batch.max_documents, micro_batch.longest_document
-    return Documents(micro_batch.document_ids, *facts, micro_batch.once)
-
-
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Documents,
+    micro_batch: MicroBatch,
     window: int | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -199,18 +178,18 @@ def attend(
     `H / K` query heads. With a `window` a token sees itself and the `window - 1` before it. `sinks [H]` are scores that
     join each softmax without a value; with them the scale is the usual one. Values may be narrower than C.
     """
-    tokens, head_dim, channels = query.shape[1], query.shape[3], value.shape[3]
-    if channels < head_dim:
+    tokens, channels, value_channels = query.shape[1], query.shape[3], value.shape[3]
+    if value_channels < channels:
         # The kernels take one width.
-        value = F.pad(value, (0, head_dim - channels))
-        return attend(query, key, value, documents, window, sinks, scale)[..., :channels]
-    kernel = choose_kernel(
-        device_kind(query), query.dtype, head_dim, tokens, documents.most, window, sinks is not None
-    )
+        value = F.pad(value, (0, channels - value_channels))
+        return attend(query, key, value, micro_batch, window, sinks, scale)[..., :value_channels]
+    most, has_sinks = micro_batch.max_documents, sinks is not None
+    kernel = choose_kernel(device_kind(query), query.dtype, channels, tokens, most, window, has_sinks)
     if kernel is AttentionKernel.OFFSETS:
-        return attend_by_offsets(query, key, value, documents, window, sinks, scale)
-    masked = kernel is AttentionKernel.MASK
-    mask = additive_mask(allowed_pairs(documents.ids, window), query.dtype) if masked else None
+        return attend_by_offsets(query, key, value, micro_batch, window, sinks, scale)
+    mask = None
+    if kernel is AttentionKernel.MASK:
+        mask = additive_mask(allowed_pairs(micro_batch.document_ids, window), query.dtype)
     return _attend_under_mask(query, key, value, mask, sinks, scale)
 
 
@@ -225,18 +204,13 @@ def _attend_under_mask(
     """Attend under an additive mask, to the whole past without one; shapes as in `attend`, keys may be more."""
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if sinks is not None:
-        return attend_with_sinks(query, key, value, sinks, mask).transpose(1, 2)
+        return SinkAttention.apply(query, key, value, sinks, mask).transpose(1, 2)
     if mask is not None and not shares_kv_heads_under_mask(device_kind(query)):
         repeats = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
+    shares_heads = key.shape[1] < query.shape[1]
     mixed = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=key.shape[1] < query.shape[1],
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=shares_heads
     )
     return mixed.transpose(1, 2)  # [B, H, T, C] -> [B, T, H, C]
 
@@ -247,15 +221,16 @@ def allowed_pairs(document_ids: Tensor, window: int | None = None) -> Tensor:
     return allowed if window is None else allowed.triu(1 - window)
 
 
-def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype, once: Once) -> Tensor:
+def past_mask(micro_batch: MicroBatch, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Make the mask `[B, 1, T, S]` to add to the scores of the last T of S = `length` tokens: 0 or minus infinity.
 
-    `positions [B, T]` say how many tokens of its document come before each of them; only padding comes before
+    The positions `[B, T]` say how many tokens of its document come before each of them; only padding comes before
     those. With a `window` a token sees itself and the `window - 1` before it. All blocks of the same window share one
-    mask by `once`.
+    mask.
     """
 
     def make() -> Tensor:
+        positions = micro_batch.positions
         tokens = positions.shape[1]
         every = torch.arange(length, device=positions.device)  # [S]
         own = every[length - tokens :]  # [T]: where the new tokens are
@@ -264,7 +239,8 @@ def past_mask(positions: Tensor, length: int, window: int | None, dtype: torch.d
         allowed = (every >= first) & (every <= own[:, None])  # [B, 1, T, S]
         return additive_mask(allowed, dtype)
 
-    return once(("mask of the past", window, length), make)
+    mask: Tensor = micro_batch.once(("mask of the past", window, length), make)
+    return mask
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,6 @@ Shapes: B sequences, T tokens, D model width, V vocabulary, E experts, L layers.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -82,23 +81,19 @@ class BlockSettings:
 
 
 # Our parameter of a block to the tensor below `model.layers.<i>.`: the names that all families share.
-ATTENTION_NAMES: Mapping[str, HFTensors] = MappingProxyType(
-    {
-        "attention_norm.weight": "input_layernorm.weight",
-        "attention.query.weight": "self_attn.q_proj.weight",
-        "attention.key.weight": "self_attn.k_proj.weight",
-        "attention.value.weight": "self_attn.v_proj.weight",
-        "attention.output.weight": "self_attn.o_proj.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-    }
-)
-GATED_MLP_NAMES: Mapping[str, HFTensors] = MappingProxyType(
-    {
-        "mlp.gate.weight": "mlp.gate_proj.weight",
-        "mlp.up.weight": "mlp.up_proj.weight",
-        "mlp.down.weight": "mlp.down_proj.weight",
-    }
-)
+ATTENTION_NAMES: Mapping[str, HFTensors] = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.query.weight": "self_attn.q_proj.weight",
+    "attention.key.weight": "self_attn.k_proj.weight",
+    "attention.value.weight": "self_attn.v_proj.weight",
+    "attention.output.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+}
+GATED_MLP_NAMES: Mapping[str, HFTensors] = {
+    "mlp.gate.weight": "mlp.gate_proj.weight",
+    "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
 
 
 def attention_maker(config: TransformerConfig, **settings: Any) -> Callable[[int], Attention]:

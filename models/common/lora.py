@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.keeping import joined, keep, passing
+from torchround.keeping import joined, passing
 from torchround.layer import (
     HFNames,
     HFTensors,
@@ -37,7 +37,7 @@ from torchround.layer import (
     renamed,
 )
 from torchround.models.common.config import ModelConfigError
-from torchround.models.kernels.projections import project
+from torchround.models.kernels.projections import Projection, project
 from torchround.packed_formats import PackedFormat
 
 PEFT_PREFIX = "base_model.model."
@@ -161,14 +161,13 @@ def mask_seed(seed: int, place: int, use: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + place * 0xC2B2AE3D27D4EB4F + use * 0x165667B19E3779F9) % 2**63
 
 
-class LoraLinear(nn.Linear, Adaptable):
+class LoraLinear(Projection, Adaptable):
     """A frozen linear layer with an adapter `lora_a [r, A]`, `lora_b [Z, r]`, and with DoRA `lora_magnitude [Z]`."""
 
     lora: LoraShape
-    part: str | None = None  # as of a `Projection`
 
     def __init__(self, base: nn.Linear, lora: LoraShape, place: int) -> None:
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        super().__init__(base.in_features, base.out_features, base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
         self.lora, self.place, self.shapes = lora, place, (("weight", lora),)
         self.part = getattr(base, "part", None)
@@ -177,10 +176,7 @@ class LoraLinear(nn.Linear, Adaptable):
         if lora.dora:
             self.lora_magnitude = nn.Parameter(torch.empty(base.out_features, device="meta"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._adapted(x) if self.part is None else keep(self.part, self._adapted, x)
-
-    def _adapted(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         dropped = self.drop(x)
         low = project(dropped, self.lora_a)  # [..., A] -> [..., r]
         if self.lora.dora:

@@ -7,30 +7,17 @@ its gradient would leave out the sinks.
 Shapes: B sequences, T tokens, N = B T, H heads, K kv heads, C channels of a head, Q documents.
 """
 
-from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchround.layer import KERNEL_BLOCK
+from torchround.layer import KERNEL_BLOCK, MicroBatch
 from torchround.models.common.sinks import join_sinks, sinks_gradient
-
-# `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
-Once = Callable[[Hashable, Callable[[], Tensor]], Tensor]
 
 # Processors of the largest card that PyTorch knows, NVIDIA's B300.
 MOST_PROCESSORS = 160
-
-
-class Documents(NamedTuple):
-    """The documents of a micro-batch: `ids [B, T]`, and facts that the host knows, as `MicroBatch` has them."""
-
-    ids: Tensor
-    most: int | Tensor | None = None
-    longest: int | Tensor | None = None
-    once: Once | None = None
 
 
 def document_offsets(document_ids: Tensor, max_documents: int) -> Tensor:
@@ -50,18 +37,17 @@ def attend_by_offsets(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Documents,
+    micro_batch: MicroBatch,
     window: int | None,
     sinks: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
     """Compute `attend` for `[B, T, H, C]` from key and value `[B, T, K, C]`. Works on CUDA in 16 bits only."""
     flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [B, T, ..] -> [N, H or K, C]
-    ids, bound, longest, once = documents
+    ids, bound, longest = micro_batch.document_ids, micro_batch.max_documents, micro_batch.longest_document
     if isinstance(bound, int):
         longest = ids.shape[1] if longest is None else longest
-        make = partial(document_offsets, ids, bound)
-        ids, bound = make() if once is None else once("document offsets", make), None
+        ids, bound = micro_batch.once("document offsets", partial(document_offsets, ids, bound)), None
     return _OffsetAttention.apply(*flat, ids, bound, longest, window, sinks, scale).view_as(query)
 
 

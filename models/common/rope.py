@@ -27,6 +27,13 @@ class Llama3Scaling:
     high_freq_factor: float = 4.0
     original_positions: int = 8192
 
+    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
+        # The share that the unscaled frequency keeps: 0 for long wavelengths, 1 for short ones, linear in turns between.
+        turns = self.original_positions * frequencies / (2 * math.pi)
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share = share.clamp(0.0, 1.0)
+        return (1 - share) * frequencies / self.factor + share * frequencies
+
 
 @dataclass(frozen=True)
 class YarnScaling:
@@ -43,6 +50,23 @@ class YarnScaling:
     original_positions: int = 4096
     truncate: bool = True
     attention_factor: float | None = None
+
+    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
+        head_dim = 2 * len(frequencies)
+
+        def pair_with(turns: float) -> float:
+            """Compute the (fractional) index of the pair that turns so often within the original positions."""
+            return (
+                head_dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            )
+
+        first, last = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=frequencies.device)
+        stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+        return frequencies / self.factor * stretched + frequencies * (1 - stretched)
 
 
 @dataclass(frozen=True)
@@ -84,30 +108,4 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
     """Compute the radians per token of each channel pair, `[C / 2]` fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
-    if isinstance(rope.scaling, Llama3Scaling):
-        return _stretch_llama3(frequencies, rope.scaling)
-    if isinstance(rope.scaling, YarnScaling):
-        return _stretch_yarn(frequencies, rope.scaling, rope.theta, head_dim)
-    return frequencies
-
-
-def _stretch_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    # The share that the unscaled frequency keeps: 0 for long wavelengths, 1 for short ones, linear in turns between.
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    share = share.clamp(0.0, 1.0)
-    return (1 - share) * frequencies / scaling.factor + share * frequencies
-
-
-def _stretch_yarn(frequencies: Tensor, scaling: YarnScaling, theta: float, head_dim: int) -> Tensor:
-    def pair_with(turns: float) -> float:
-        """Compute the (fractional) index of the pair that turns so often within the original positions."""
-        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=frequencies.device)
-    stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
-    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+    return frequencies if rope.scaling is None else rope.scaling.stretched(frequencies, rope.theta)

@@ -18,16 +18,6 @@ from torchround.models.kernels.operation import operation, uses_triton
 MOST_PARTIALS = 512  # programs of a backward; each adds up its own tokens
 
 
-def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Compute `[B, H, T, C]` from a query of that shape, key and value `[B, K, T, C]` and `sinks [H]`.
-
-    `mask` is an additive `[B, 1, T, T]` in the query's dtype. Without a mask attention is causal.
-    """
-    return _SinkAttention.apply(query, key, value, sinks, mask)
-
-
 def add_sinks(log_sums: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the share that each output keeps, and the log-sum-exp with the sink. All fp32; `scores` must broadcast."""
     with_sinks = torch.logaddexp(log_sums, scores)
@@ -39,7 +29,12 @@ def sink_gradient(moved: Tensor, log_sums: Tensor, scores: Tensor) -> Tensor:
     return -((scores - log_sums).exp() * moved)
 
 
-class _SinkAttention(torch.autograd.Function):
+class SinkAttention(torch.autograd.Function):
+    """Attention `[B, H, T, C]` from a query of that shape, key and value `[B, K, T, C]` and `sinks [H]`.
+
+    `mask` is an additive `[B, 1, T, T]` in the query's dtype. Without a mask attention is causal.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None

@@ -20,7 +20,7 @@ from torchround.models.kernels.operation import uses_fused
 
 
 class Projection(nn.Linear):
-    """A linear layer of a block, built on `meta`. It computes `project`, as the part `part` of its block if that is set."""
+    """A linear layer of a block, built on `meta`. It computes `product`, as the part `part` of its block if that is set."""
 
     part: str | None = None
 
@@ -28,9 +28,10 @@ class Projection(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.part is None:
-            return project(x, self.weight, self.bias)
-        return keep(self.part, project, x, self.weight, self.bias)
+        return self.product(x) if self.part is None else keep(self.part, self.product, x)
+
+    def product(self, x: Tensor) -> Tensor:
+        return project(x, self.weight, self.bias)
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

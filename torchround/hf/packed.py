@@ -32,10 +32,9 @@ from torchround.hf.tensor_folder import (
     read_folder,
     read_object,
 )
-from torchround.packed_formats import FORMATS, PackedFormat, PackedPlace
+from torchround.packed_formats import E2M1_VALUES, FORMATS, PackedFormat, PackedPlace
 
 BLOCK = 32
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
 SCALE_ENDINGS = ("_scale_inv", "_scale")
 # Scales of a layer's input, for computing in FP8.

@@ -12,13 +12,12 @@ from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.worker.slots import Packing
 from torchround.keeping import recording, replaying
-from torchround.layer import KEEPABLE
+from torchround.layer import KEEPABLE, MicroBatch
 from torchround.models import FAMILIES
 from torchround.models.borrowed import recognised_parts
 from torchround.models.borrowed.shell import MaskPlace
 from torchround.models.common import attention
 from torchround.models.common.lora import LoraShape, add_adapters
-from torchround.models.common.packed_attention import Documents
 from torchround.planning.partition import Partition
 
 FAMILY = FAMILIES["transformers"]
@@ -144,7 +143,8 @@ def test_attention_by_offsets_scales_and_takes_narrow_values_as_that_under_a_mas
     results = []
     for kernel in (attention.AttentionKernel.MASK, attention.AttentionKernel.OFFSETS):
         monkeypatch.setattr(attention, "choose_kernel", lambda *_, kernel=kernel: kernel)
-        mixed = attention.attend(*heads, Documents(ids, 3), window, None, scale)
+        batch = MicroBatch(ids, ids, ids, ids, max_documents=3)
+        mixed = attention.attend(*heads, batch, window, None, scale)
         results.append([mixed, *torch.autograd.grad(mixed.square().sum(), heads)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # sums of up to 24 terms in another order

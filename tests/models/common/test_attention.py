@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import plain_flash
 from tests.support.rounding import assert_close_in_sums
-from torchround.layer import longest_document, most_documents
+from torchround.layer import MicroBatch, longest_document, most_documents
 from torchround.models.common import packed_attention
 from torchround.models.common.attention import AttentionKernel, additive_mask, allowed_pairs, attend, choose_kernel
-from torchround.models.common.packed_attention import Documents, document_offsets
-from torchround.models.common.sinks import attend_with_sinks
+from torchround.models.common.packed_attention import document_offsets
+from torchround.models.common.sinks import SinkAttention
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 # Sums over the channels of a head and twice over at most 20 tokens; the backward has four of each.
@@ -31,6 +31,10 @@ def make_heads(batch, tokens):
 
 def ids(*rows):
     return torch.tensor([[index for index, length in enumerate(row) for _ in range(length)] for row in rows])
+
+
+def documents(document_ids, most, longest=None):
+    return MicroBatch(*[document_ids] * 4, max_documents=most, longest_document=longest)
 
 
 def brute_force(query, key, value, document_ids, window=None, sinks=None):
@@ -64,7 +68,7 @@ def check(function, document_ids, bound, window, with_sinks):
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
     sinks = inputs[3] if with_sinks else None
-    found = function(*heads, Documents(document_ids, bound), window, sinks)
+    found = function(*heads, documents(document_ids, bound), window, sinks)
     expected = brute_force(*heads, document_ids, window, sinks)
     assert_close_in_sums(found, expected, FORWARD_TERMS)
     upstream = torch.randn(found.shape)
@@ -147,13 +151,13 @@ def test_many_short_documents_cost_the_kernels_no_more_than_their_tokens(monkeyp
 
     plain_flash.install(monkeypatch, backward_kernel)
     document_ids, heads = ids([6] * 85 + [2]), make_heads(1, 512)
-    documents = Documents(document_ids, most_documents(document_ids), longest_document(document_ids))
-    mixed = packed_attention.attend_by_offsets(*heads, documents, None, None)
+    batch = documents(document_ids, most_documents(document_ids), longest_document(document_ids))
+    mixed = packed_attention.attend_by_offsets(*heads, batch, None, None)
     found = torch.autograd.grad(mixed.sum(), heads)
     assert {longest for _, longest in calls} == {128}, "in blocks of the kernel"
     assert max(number for number, _ in calls) == 512 // 128
     monkeypatch.setattr(packed_attention, "documents_at_once", lambda tokens: tokens)
-    mixed = packed_attention.attend_by_offsets(*heads, documents, None, None)
+    mixed = packed_attention.attend_by_offsets(*heads, batch, None, None)
     for one, other in zip(found, torch.autograd.grad(mixed.sum(), heads), strict=True):
         assert torch.equal(one, other)
 
@@ -177,7 +181,7 @@ def test_the_kernels_of_a_card_get_a_key_and_a_value_for_each_query_head():
             return function(*arguments, **(options or {}))
 
     with Kernels():
-        mixed = attend_with_sinks(*heads, torch.empty(HEADS, device="meta"), None)
+        mixed = SinkAttention.apply(*heads, torch.empty(HEADS, device="meta"), None)
         gradients = torch.autograd.grad(mixed.sum(), heads)
     assert shapes == {mixed.shape}
     assert [gradient.shape for gradient in gradients] == [head.shape for head in heads]
@@ -191,8 +195,8 @@ def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_docu
     for rows in (([4, 1, 4], [1, 8]), ([2, 2, 2, 3], [9])):
         document_ids, heads = ids(*rows), make_heads(2, 9)
         bound = most_documents(document_ids)
-        found = compiled(*heads, Documents(document_ids, torch.tensor(bound), torch.tensor(9)), 4, sinks)
-        expected = packed_attention.attend_by_offsets(*heads, Documents(document_ids, bound), 4, sinks)
+        found = compiled(*heads, documents(document_ids, torch.tensor(bound), torch.tensor(9)), 4, sinks)
+        expected = packed_attention.attend_by_offsets(*heads, documents(document_ids, bound), 4, sinks)
         assert torch.equal(found, expected)
         gradients = [torch.autograd.grad(mixed.sum(), [*heads, sinks]) for mixed in (found, expected)]
         for one, other in zip(*gradients, strict=True):
