@@ -143,14 +143,14 @@ RUNS = {
     # What these blocks send lies in a slot that the next upload but one overwrites.
     "passes": run(1, "each", build=passing_model),
     "machines": machines(3, "sync"),
-    "machines, async": machines(3, "async"),
-    "machines, tied": tied(3, "sync", rounds=2, devices=3),
+    "machines, async": machines(2, "async"),
+    "machines, tied": tied(2, "sync", rounds=2, devices=3),
     "machines, muon": tied(2, "async", optimizer="muon8"),
-    "machines, predict": tied(3, "predict", rounds=2, devices=3),
+    "machines, predict": tied(2, "predict", rounds=2, devices=3),
     "machines, skipped": machines(2, "async", before=poison, evaluates=False),
     "machines, true weights": tied(2, "predict", after_step=validate_true_weights),
     "machines, stale": tied(2, "stale", rounds=2, after_step=validate_true_weights, **LAYER),
-    "machines, stale, calls": tied(3, "stale", calls=2, **LAYER),
+    "machines, stale, calls": tied(2, "stale", calls=2, **LAYER),
 }
 # Every kind of access that a task declares: the task, the memory and what it does with it, and a run that shows it if dropped.
 ACCESSES = {

@@ -250,7 +250,7 @@ def test_a_program_that_ends_without_closing_ends_with_its_own_exit_code():
         from torchround import Pipeline
         pipeline = Pipeline(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), 3)
         for _ in range(2):
-            pipeline.forward_backward(*torch.randn(2, 768, 512), nn.functional.mse_loss, 6, lazy=True)
+            pipeline.forward_backward(*torch.randn(2, 384, 512), nn.functional.mse_loss, 6, lazy=True)
             pipeline.step()
         sys.exit(3)
     """
