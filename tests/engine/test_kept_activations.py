@@ -17,7 +17,7 @@ LR = 1e-2
 
 def trained(model, **settings):
     with toy_engine(PARTITIONS["forward coarser"], 1, model=model, **settings) as engine:
-        losses = train(engine, toy_batches(4, 4), LR)
+        losses = train(engine, toy_batches(2, 3), LR)
     return losses, engine.store.named_views()
 
 

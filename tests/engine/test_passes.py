@@ -14,7 +14,7 @@ from torchround.planning.host_buffers import HostBatch
 from torchround.planning.update_modes import ASYNC, SYNC
 
 MODES = pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
-STEPS = 4
+STEPS = 3
 
 
 def taken(engine):
