@@ -38,7 +38,9 @@ if importlib.util.find_spec("hypothesis"):  # the accelerator tier runs without 
     # Hypothesis' own limit is 300 s for each failure.
     hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS = 30
     # Fixtures of tests in several folders.
-    pytest_plugins = ["tests.support.small_run", "tests.support.faults", "tests.support.small_machines"]
+    SHARED_FIXTURES = ("tests.support.small_run", "tests.support.faults", "tests.support.small_machines")
+else:
+    SHARED_FIXTURES = ()
 
 
 # A test in one of these places, or with one of these fixtures, trains whole runs, starts programs or compares many cases.
@@ -65,11 +67,15 @@ ACCELERATOR_PLACE = "tests/accelerator/"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell that starts a command in the background ignores Control-C, nohup a hang-up, and processes inherit that."""
+    # A shell that starts a command in the background ignores Control-C, nohup a hang-up, and processes inherit that.
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    # They import torch, which takes seconds. The process that hands out tests to others runs none.
+    if not getattr(config.option, "numprocesses", None):
+        for name in SHARED_FIXTURES:
+            config.pluginmanager.import_plugin(name)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m

@@ -38,7 +38,6 @@ def test_format_overrules_the_ending_and_text_field_names_the_text(tmp_path):
     assert texts_of(opened(tmp_path / "data.log", format="text")) == ['{"body": "a", "text": "b"}\n']
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     lines=st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=1, max_size=12), scan=st.integers(1, 40)
 )

@@ -20,7 +20,7 @@ STEPS = 4
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_an_optimizer_of_torch_updates_as_in_a_plain_loop(kind):
-    model, batches = toy_model(), toy_batches(STEPS, micro_batches=3)
+    model, batches = toy_model(), toy_batches(STEPS, micro_batches=2)
     model.layers[2].requires_grad_(False)
     store = moment_free(model)
     loop = Reference.of(model, store, MAKERS[kind])

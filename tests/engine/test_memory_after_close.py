@@ -21,7 +21,7 @@ from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.engine.store.host_memory import HostPool
 from torchround.planning.update_modes import ASYNC
 
-BATCHES = toy_batches(3, micro_batches=4)
+BATCHES = toy_batches(3, micro_batches=2)
 POOL = "the pool of host buffers"
 
 

@@ -123,7 +123,7 @@ def test_host_memory_and_uploads_shrink_by_what_packing_saves(name):
     plain_bytes = sum(bundle.unpacked_numel for bundle in bundles) * 2
     packed_bytes = sum(weights.nbytes for bundle in bundles for weights in bundle.device_weights)
     assert packed_bytes <= share * plain_bytes
-    # Once for each forward and backward stage of four steps, and for the validation.
+    # Once for each forward and backward stage of each step, and for the validation.
     assert uploaded[False] - uploaded[True] == (2 * len(packed_row.batches) + 1) * (plain_bytes - packed_bytes)
 
 

@@ -14,7 +14,7 @@ from torchround.planning.host_buffers import HostBatch
 from torchround.planning.update_modes import ASYNC, SYNC
 
 MODES = pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=lambda mode: mode.name)
-STEPS = 4
+STEPS = 3
 
 
 def taken(engine):
@@ -125,7 +125,7 @@ def test_results_that_a_caller_keeps_hold_no_passes():
     """Otherwise the values of all old passes would stay. The watchdog remembers some stage jobs, and these their pass."""
     with toy_engine(PARTITIONS["one layer a stage"], 1) as engine:
         results = []
-        for batch in toy_batches(30, micro_batches=1):
+        for batch in toy_batches(12, micro_batches=1):
             results.append(engine.forward_backward(batch))
             engine.step(1e-2)
         engine.drain()

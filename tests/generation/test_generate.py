@@ -29,16 +29,16 @@ MAX_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def expected():
-    return {family: their_texts(their_model(family), prompts(10), MAX_TOKENS, STOP) for family in OWN}
+    return {family: their_texts(their_model(family), prompts(7), MAX_TOKENS, STOP) for family in OWN}
 
 
 @pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize(("num_devices", "cache_bytes"), [(1, None), (3, 0)], ids=["cache", "whole text"])
 def test_prompts_continue_as_in_transformers_on_any_devices_and_memory(expected, family, num_devices, cache_bytes):
-    assert len({tuple(text) for text in expected[family]}) > 8, "a test of one text would say little"
+    assert len({tuple(text) for text in expected[family]}) > 5, "a test of one text would say little"
     with text_engine(family, num_devices, batch_size=7) as engine:
         engine.cache_bytes = cache_bytes
-        found = engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP])
+        found = engine.generate(prompts(7), max_tokens=MAX_TOKENS, stop_tokens=[STOP])
     assert found == expected[family]
 
 
@@ -88,7 +88,7 @@ def test_continuations_upload_only_the_experts_of_their_tokens():
 def test_too_little_memory_for_keys_and_values_is_said_once(caplog, expected):
     with text_engine("llama3", batch_size=4) as engine, caplog.at_level(logging.WARNING):
         engine.cache_bytes = 5000
-        assert engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
+        assert engine.generate(prompts(7), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
     [record] = caplog.records
     assert "keys and values of one sequence" in record.getMessage()
 
@@ -103,7 +103,7 @@ def test_little_memory_leaves_fewer_sequences_under_way(expected):
             return forward(batches)
 
         engine.forward = counted
-        assert engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
+        assert engine.generate(prompts(7), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
     assert counts[0] == 3
 
 
@@ -121,7 +121,7 @@ def test_a_model_larger_than_a_device_runs_in_more_stages(expected):
     devices = [CpuDevice(0, device_bytes), CpuDevice(1, device_bytes)]
     with TextEngine(model, store, devices, batch_size=4, tokens=64, device_bytes=device_bytes) as engine:
         assert engine.partition.forward == (1,) * 5
-        assert engine.generate(prompts(10), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
+        assert engine.generate(prompts(7), max_tokens=MAX_TOKENS, stop_tokens=[STOP]) == expected["llama3"]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,15 @@ def test_names_are_those_of_the_tensors_that_transformers_writes(pair, tools):
         assert parameter.shape == tools.gather(pair.names[name], released).shape, name
 
 
+# Tied scaled rotations, sinks, linear attention. The gradients of the other models are compared above.
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(name, marks=[NIGHT] * (name not in ("llama3, tied", "gpt_oss", "qwen3_next")))
+        for name in (*OWN, *BORROWED, *OTHERS)
+    ],
+    indirect=True,
+)
 def test_adamw_steps_of_the_engine_equal_those_of_transformers(pair, tools):
     """The engine runs stages of its own on two devices; torch.optim trains the whole model."""
     steps = packed_steps(tools, 2, sequences=1)

@@ -160,7 +160,7 @@ def test_peak_of_a_layer_is_at_most_the_estimate_and_a_good_part_of_it(build, ca
         hidden = output
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "bloom"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_5_text", marks=NIGHT), "lfm2", "bloom"])
 def test_a_long_sequence_costs_what_shorter_ones_tell(name, monkeypatch):
     """Counting a million tokens of linear attention, as a dry run asks for, would take hours."""
     family = FAMILIES["transformers"]

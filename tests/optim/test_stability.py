@@ -14,7 +14,6 @@ from torchround.optim import SpikeBounds, clip_scale, sum_of_squares
 from torchround.optim.stability import GROWTH_INTERVAL_STEPS, HIGHEST_SCALE, INITIAL_SCALE, LOWEST_SCALE, LossScaling
 
 
-@settings(max_examples=25, deadline=None)
 @given(norm_factor=st.floats(1e-3, 1e3), max_norm=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
 def test_scale_is_that_of_clip_grad_norm(norm_factor, max_norm, seed):
     parameter = torch.nn.Parameter(torch.zeros(257))
@@ -94,7 +93,6 @@ def expected_scales(overflows):
     return scales
 
 
-@settings(max_examples=25, deadline=None)
 @given(overflows=overflow_runs)
 def test_the_scale_of_a_step_is_fixed_by_the_results_two_steps_before(overflows):
     assert scales_of(overflows, LossScaling(dynamic=True)) == expected_scales(overflows)
@@ -105,7 +103,6 @@ def test_it_stays_within_its_bounds():
     assert scales_of(RUNS[2] * 10, LossScaling(dynamic=True))[-1] == HIGHEST_SCALE
 
 
-@settings(max_examples=25, deadline=None)
 @given(overflows=overflow_runs, data=st.data())
 def test_a_saved_state_continues_with_the_same_scales(overflows, data):
     stop = data.draw(st.integers(0, len(overflows)))

@@ -127,7 +127,7 @@ def test_bubbles_on_the_published_layer_times(model, sync, within_sync, within_a
 def test_automatic_rounds_are_never_slower_than_a_given_number_of_rounds(model, devices, micro_batches, update):
     costs, limit = published_costs(model), MemoryLimits(device_bytes=24 * GIB)
     chosen = fastest_plan(costs, devices, micro_batches, update, "auto", limit)
-    for rounds in (1, 2, 3, 4, devices, 2 * devices, micro_batches):
+    for rounds in {1, 2, 3, 4, devices, 2 * devices, micro_batches}:
         given = fastest_plan(costs, devices, micro_batches, update, rounds, limit)
         assert chosen.step_s <= given.step_s * (1 + 1e-9), f"{rounds} round(s) are faster"
 

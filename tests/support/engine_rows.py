@@ -147,7 +147,7 @@ LR = 1e-2
 # Some steps leave machines, rounds or calls without a micro-batch.
 STEPS = tuple(
     with_dropout_seeds(batch[:count], seed=7, step=step)
-    for step, (batch, count) in enumerate(zip(toy_batches(4, 4), (3, 1, 4, 2), strict=True))
+    for step, (batch, count) in enumerate(zip(toy_batches(3, 4), (3, 1, 4), strict=True))
 )
 [HELD_OUT] = toy_batches(1, 2, seed=1)
 
@@ -224,7 +224,7 @@ def together(outcomes):
 
 @dataclass(frozen=True)
 class Row:
-    """A run of four steps, by the axes, and what no axis has.
+    """A run of three steps, by the axes, and what no axis has.
 
     `build` and `partition` are of another model, `spikes` the arguments of its `SpikeBounds`. `before(store)` may change
     the first weights. `after_step(engine)` returns the evaluations that it begins.

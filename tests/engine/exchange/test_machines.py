@@ -19,9 +19,9 @@ def test_a_step_whose_loss_is_not_finite(update):
     bad = VOCABULARY - 1
     batches = [
         [replace(part, tokens=part.tokens.masked_fill(part.tokens == bad, 0)) for part in batch]
-        for batch in toy_batches(4, micro_batches=6)
+        for batch in toy_batches(3, micro_batches=5)
     ]
-    batches[1][4].tokens[0, 0] = bad
+    batches[1][4].tokens[0] = bad
 
     def break_one_row(store):
         if "embedding.weight" in store.weights():  # on its owner
@@ -31,12 +31,12 @@ def test_a_step_whose_loss_is_not_finite(update):
     row = Row(2, 3, "forward", update, clip="layer", batches=batches, before=break_one_row)
     found = row.run_all()
     assert_same(found, row.alone().run())
-    assert found.skipped == [False, True, False, False] and found.updates[1].not_finite == (4,)
+    assert found.skipped == [False, True, False] and found.updates[1].not_finite == (4,)
 
 
 def breaking(hidden, micro_batch):
     passed = hidden * 1.0
-    if passed.requires_grad and torch.equal(micro_batch.tokens, STEPS[2][3].tokens):
+    if passed.requires_grad and torch.equal(micro_batch.tokens, STEPS[1][0].tokens):
         passed.register_hook(lambda gradient: gradient * torch.inf)
     return passed
 
@@ -45,7 +45,7 @@ def test_bounded_updates_leave_out_the_same_layers_on_all_machines():
     row = Row(2, 2, "each", "bounded", clip="layer", tied=True, build=lambda: planted_model(breaking))
     found = row.run_all()
     assert_same(found, row.reference())
-    assert [bool(update.left_out) for update in found.updates] == [False, False, True, False]
+    assert [bool(update.left_out) for update in found.updates] == [False, True, False]
     assert [update.left_out for update in found.updates] == [u.left_out for u in row.alone().run().updates]
 
 

@@ -18,7 +18,7 @@ from torchround.engine.store.bundles import Ownership
 from torchround.machines.links import Purpose
 from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT
 
-BATCHES = toy_batches(4, micro_batches=8)
+BATCHES = toy_batches(4, micro_batches=4)
 MODES = {"async": ASYNC, "predict": ASYNC_PREDICT}
 
 

@@ -19,7 +19,7 @@ from torchround.engine.store import host_memory
 from torchround.engine.worker.transfers import FileReader, GradientDownload, WeightUpload
 from torchround.planning.update_modes import ASYNC, SYNC
 
-BATCHES = toy_batches(3, micro_batches=4)
+BATCHES = toy_batches(3, micro_batches=3)
 
 
 class LockingDevice(CpuDevice, Observer):
