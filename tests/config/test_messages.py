@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from tests.support.toml import MINIMAL
 from torchround import config
@@ -175,9 +174,7 @@ TABLES = [value for value in vars(config).values() if isinstance(value, type) an
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
-def test_tables_cannot_be_changed_and_tables_and_keys_are_documented(table):
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(table.model_construct(), next(iter(table.model_fields)), 1)
+def test_tables_and_keys_are_documented(table):
     fields = [] if table is config.Config else table.model_fields.values()
     assert all(text and text.strip() for text in (table.__doc__, *(info.description for info in fields)))
 
