@@ -41,13 +41,6 @@ def test_a_value_cannot_smuggle_in_other_keys(text):
     assert message.startswith("command line: training.steps: given ")
 
 
-def test_switches_are_off_unless_given():
-    options = parse_command_line(["--config", "debug.toml"])
-    assert (options.print_config, options.dry_run) == (False, False)
-    options = parse_command_line(["--print-config", "--config=debug.toml", "--dry-run"])
-    assert (options.print_config, options.dry_run) == (True, True)
-
-
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_flag_and_ends_well(flag, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from tests.support.toml import MINIMAL
 from torchround import config
@@ -35,7 +34,6 @@ def message(tmp_path):
         ("trainig.steps=3", 'trainig: unknown table, given {"steps": 3}; legal: run, model, '),
         ("trainig.steps=3", "; nearest: training"),
         ("training.steps=two", 'training.steps: given "two"; input should be a valid integer'),
-        ("training.steps=true", "given true; input should be a valid integer"),
         ("training.steps=9223372036854775808", "less than or equal to 9223372036854775807"),
         ("optimizer.lr=inf", "optimizer.lr: given inf; input should be a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas[1]: missing"),
@@ -43,31 +41,21 @@ def message(tmp_path):
         ("optimizer.name=adam", 'optimizer.name: given "adam"; '),
         ("optimizer.state=small", "given \"small\"; input should be 'exact' or 'compact'"),
         ("optimizer.beta=0.9", "optimizer.beta: unknown key, given 0.9; legal in optimizer: name, lr, "),
-        ("optimizer.momentum=0.9", "optimizer.momentum: unknown key, given 0.9; legal in optimizer: name, lr, "),
         ("engine.update=asyncc", "given \"asyncc\"; input should be 'sync', 'async' or 'bounded'; nearest: async"),
         ("engine.plan=3", "engine.plan: given 3; input should be a table or a valid string"),
         ("engine.plan={fused=0}", "engine.plan.forward: missing"),
-        ("engine.plan.fused=0", "engine.plan.fused: given 0; input should be greater than or equal to 1"),
         ("data.sources=[]", "data.sources: given []; value should have at least 1 item"),
         ("data.sources=[{}]", "data.sources[0].path: missing"),
         ('data.sources=[{path="a"}, {path=1}]', "data.sources[1].path: given 1; input should be a valid string"),
         ('data.sources=[{pathh="a"}]', "data.sources[0].pathh: unknown key"),
         ("run.name=7", "run.name: given 7; input should be a valid string"),
         ("run.name=a/b", 'given "a/b"; string should match pattern '),
-        ("training.max_norm=nan", "training.max_norm: given nan; input should be a finite number"),
-        (
-            "lr_schedule.min_lr_factor=1.5",
-            "lr_schedule.min_lr_factor: given 1.5; input should be less than or equal to 1",
-        ),
-        ("lora.targets=[]", "lora.targets: given []; value should have at least 1 item"),
         ("lora.rank_pattern={q=0}", "lora.rank_pattern.q: given 0; input should be greater than or equal to 1"),
         (
             'lora.alpha_pattern={"(q"=2}',
             'given "(q"; value error, a regular expression is wanted: missing ), unterminated',
         ),
         ('lora.rank_pattern={"(q+)+"=2}', "at most three repeats, and none of a group"),
-        ("trace.steps=[0]", "trace.steps[0]: given 0; input should be greater than or equal to 1"),
-        ('data.sources=[{path="a",weight=0}]', "data.sources[0].weight: given 0; input should be greater than 0"),
         ("training.dtype=float64", "input should be 'float32', 'bfloat16' or 'float16'"),
         ("training.dtype=floa16", "; nearest: float16"),
     ],
@@ -186,9 +174,7 @@ TABLES = [value for value in vars(config).values() if isinstance(value, type) an
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
-def test_tables_cannot_be_changed_and_tables_and_keys_are_documented(table):
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(table.model_construct(), next(iter(table.model_fields)), 1)
+def test_tables_and_keys_are_documented(table):
     fields = [] if table is config.Config else table.model_fields.values()
     assert all(text and text.strip() for text in (table.__doc__, *(info.description for info in fields)))
 

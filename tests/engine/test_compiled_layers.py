@@ -264,14 +264,11 @@ def test_every_family_compiles_and_agrees_with_itself_uncompiled(case):
     assert compiled == [*[True] * (len(compiled) - 1), False]  # the head adds to its weight's gradient itself
 
 
-def test_layers_that_differ_in_a_setting_are_of_two_kinds():
+def test_only_layers_of_equal_settings_are_of_one_kind():
     model = toy_model()
     model.layers[2].depth = 2
     names = [kind.layer_names for kind in LayerCompiler(model, "eager").kinds]
     assert names == [["embedding"], ["block.0", "block.2", "block.3", "block.4"], ["block.1"], ["head"]]
-
-
-def test_adapters_of_equal_settings_are_of_one_kind():
     settings = {"dora": True, "alpha_pattern": {"layers.0.self_attn.q_proj": 3.0}}
     targets = ("q_proj", "k_proj")
     model = decoder("llama3", "debug", targets, (4, 8.0, 0.0), settings, vocab_size=50, num_layers=3)

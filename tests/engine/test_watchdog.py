@@ -8,7 +8,6 @@ import gc
 import itertools
 import re
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -259,31 +258,6 @@ def test_the_watch_of_a_queue_that_is_far_behind_keeps_no_pass():
     with toy_engine(PARTITION, 1, wrap=lambda device: watched(device, Behind())) as engine:
         train(engine, toy_batches(8, micro_batches=1))
         assert len(passes()) <= len(of_other_tests) + 2
-
-
-def test_the_thread_that_launches_kernels_asks_for_few_of_its_events():
-    """Each question is a call of the driver. No event may be missed, and those that wait stay few."""
-    asked, passed = [0], [0]
-
-    class Numbered(CpuDevice):
-        recorded = 0
-
-        def _record(self, stream):
-            self.recorded += 1
-            return SimpleNamespace(query=partial(self.query, self.recorded))
-
-        def query(self, number):
-            asked[0] += 1
-            return number <= passed[0]
-
-    device = Numbered(0)
-    for number in range(1000):
-        passed[0] = max(0, number - 10)
-        device.record(Stream.COMPUTE)
-    assert 0 < asked[0] < 200
-    before = device.moves()
-    passed[0] = 1000
-    assert before == 1989 and device.moves() == 2000 and list(device.unfinished()) == []
 
 
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():

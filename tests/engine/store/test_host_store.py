@@ -32,20 +32,6 @@ def frozen_model(*trainable):
     return model
 
 
-def test_views_are_the_stores_memory_and_cover_all_of_it_except_padding():
-    store = toy_store(toy_model(), mode=ASYNC)
-    for bundle in store.bundles:
-        for buffer in buffers(bundle):
-            buffer.zero_()
-    for view in store.named_views().values():
-        view.fill_(1)
-    for bundle in store.bundles:
-        numel = sum(parameter.shape.numel() for parameter in bundle.parameters)
-        moments = [flat for segment in bundle.segments for flat in segment.parts.values()]
-        assert [int(flat.sum()) for flat in (*bundle.device_weights, bundle.weight)] == [0, numel, numel]
-        assert sum(int(flat.sum()) for flat in moments) == 2 * numel
-
-
 def test_every_parameter_is_aligned_for_vector_loads_and_copies():
     for bundle in toy_store(toy_model(), torch.bfloat16).bundles:
         places = sorted((parameter.start, parameter.stop) for parameter in bundle.parameters)

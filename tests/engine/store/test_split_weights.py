@@ -11,10 +11,10 @@ from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy
 from torchround.config import AdamWTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.store.bundles import RESIDUAL, parameter_facts
-from torchround.optim.optimizer import NO_STATE, make_optimizer
+from torchround.engine.store.bundles import parameter_facts
+from torchround.optim.optimizer import make_optimizer
 from torchround.optim.rules.muon import Muon
-from torchround.planning.update_modes import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
+from torchround.planning.update_modes import ASYNC, SYNC
 
 BF16 = torch.bfloat16
 
@@ -77,23 +77,6 @@ def test_a_writer_of_some_values_leaves_the_others_and_one_that_fails_leaves_all
             raise KeyError
     for key, value in store.weights().items():
         assert torch.equal(value, expected[key]), key
-
-
-@pytest.mark.parametrize(
-    ("dtype", "mode", "optimizer"),
-    [
-        (torch.float32, SYNC, None),
-        (torch.float16, SYNC, None),
-        (BF16, ASYNC_PREDICT, None),
-        (BF16, BOUNDED, None),
-        (BF16, SYNC, NO_STATE),
-    ],
-    ids=["float32", "float16", "predict", "bounded", "another's state"],
-)
-def test_weights_stay_whole_where_devices_do_not_compute_with_their_halves(dtype, mode, optimizer):
-    store = toy_store(toy_model(), dtype, mode=mode, optimizer=optimizer)
-    assert not any(name.startswith(RESIDUAL) for name in store.named_views())
-    assert {bundle.weight.dtype for bundle in store.owned} == {torch.float32}
 
 
 def test_segments_cover_a_bundle_and_their_state_is_found_by_parameter():

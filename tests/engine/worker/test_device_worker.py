@@ -184,59 +184,41 @@ def test_each_stream_of_an_accelerator_waits_until_a_fresh_buffer_may_be_used(mo
     assert waits == ["allocated"] * len(Stream)
 
 
-class GradientCopies(Observer):
-    """For each copy of gradients, the computations of its device that were enqueued before, and that it waits for."""
-
-    def __init__(self):
-        self.enqueued, self.waited_for = [], []
-        self._computations = self._passed = 0
-
-    def begins(self, device, stream, reads, writes, copied_bytes):
-        self._computations += stream is Stream.COMPUTE
-        if stream is Stream.GRADIENT_DOWNLOAD and copied_bytes:
-            self.enqueued.append(self._computations)
-            self.waited_for.append(self._passed)
-
-    def recorded(self, device, stream, event, what):
-        return ClockedEvent(event, self._computations) if stream is Stream.COMPUTE else event
-
-    def waits(self, device, stream, event, what):
-        if not isinstance(event, ClockedEvent):
-            return event
-        if stream is Stream.GRADIENT_DOWNLOAD:
-            self._passed = max(self._passed, event.clock)
-        return event.inner
-
-
-def copies_of_a_step(mode, partition, num_devices=1, micro_batches=2, link=linked, **settings):
-    found = [GradientCopies() for _ in range(num_devices)]
-    copies = iter(found)
-    settings |= {"wrap": lambda device: watched(link(device), next(copies))}
+def gradient_copies(mode, partition, num_devices=1, link=linked, **settings):
+    orders = [TransferOrder() for _ in range(num_devices)]
+    left = iter(orders)
+    settings |= {"wrap": lambda device: watched(link(device), next(left))}
+    for order in orders:
+        order.dispatched.set()
     with toy_engine(partition, num_devices, mode=mode, **settings) as engine:
-        train(engine, toy_batches(1, micro_batches))
-    return found
+        train(engine, toy_batches(1, micro_batches=2))
+    return [[copy for copy in order.copies if copy.stream is Stream.GRADIENT_DOWNLOAD] for order in orders]
+
+
+def waited_for(copies):
+    return [copy.ordered[Stream.COMPUTE] for copy in copies]
 
 
 @pytest.mark.parametrize("layerwise_recompute", [False, True])
 def test_in_the_last_stage_of_a_sync_step_gradients_leave_while_lower_layers_compute(layerwise_recompute):
     """Each of the seven layers' gradients, one copy each, waits for the backward of its layer and no further one."""
-    [copies] = copies_of_a_step(SYNC, PARTITIONS["one stage"], layerwise_recompute=layerwise_recompute)
-    assert copies.waited_for == copies.enqueued
-    assert len(set(copies.enqueued)) == len(copies.enqueued) == 7
+    [copies] = gradient_copies(SYNC, PARTITIONS["one stage"], layerwise_recompute=layerwise_recompute)
+    assert waited_for(copies) == [copy.enqueued[Stream.COMPUTE] for copy in copies]
+    assert len(set(waited_for(copies))) == len(copies) == 7
 
 
 def test_only_a_devices_last_stage_of_a_sync_step_sends_each_layers_gradients_early():
     """The last stages of both devices have two layers. The fused stage has windows of a later stage."""
-    first, second = copies_of_a_step(SYNC, Partition((4,), 3, (2, 2)), num_devices=2)
-    assert len(set(first.waited_for)) == len(first.waited_for) == 2
-    *fused, upper, lower = second.waited_for
+    first, second = map(waited_for, gradient_copies(SYNC, Partition((4,), 3, (2, 2)), num_devices=2))
+    assert len(set(first)) == len(first) == 2
+    *fused, upper, lower = second
     assert len(set(fused)) == 1 and fused[-1] < upper < lower
 
 
 @pytest.mark.parametrize(("mode", "link"), [(SYNC, lambda device: device), (ASYNC, linked)], ids=["virtual", "async"])
 def test_gradients_leave_after_their_stage_if_copies_take_the_devices_own_time_or_have_a_next_stage(mode, link):
-    [copies] = copies_of_a_step(mode, PARTITIONS["one stage"], link=link)
-    assert len(set(copies.waited_for)) == 1, "all of them wait for the whole stage"
+    [copies] = gradient_copies(mode, PARTITIONS["one stage"], link=link)
+    assert len(set(waited_for(copies))) == 1, "all of them wait for the whole stage"
 
 
 class LiveBytes(TorchDispatchMode):

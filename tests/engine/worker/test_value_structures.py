@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchround.engine.worker.slots import Packing, fill, flatten, has_gradient, unflatten
+from torchround.engine.worker.slots import Packing, fill, flatten, unflatten
 
 Pair = namedtuple("Pair", ["one", "two"])
 
@@ -95,8 +95,3 @@ class Unknown:
 def test_what_cannot_follow_to_another_device_is_refused(value, says):
     with pytest.raises(TypeError, match=says):
         travelled(value)
-
-
-def test_integers_have_no_gradient():
-    dtypes = {torch.float32: True, torch.bfloat16: True, torch.complex64: True, torch.int64: False}
-    assert {dtype: has_gradient(torch.ones(1, dtype=dtype)) for dtype in dtypes} == dtypes

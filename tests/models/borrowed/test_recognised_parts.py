@@ -5,9 +5,8 @@ import torch
 
 from tests.support import plain_flash
 from tests.support.kept_blocks import CHOICES, DENSE, differing_choices, kept_by, kernels, with_dropout
-from tests.support.toy import assert_same_state, toy_engine, train
-from tests.support.toy_decoders import VOCAB, toy_config
-from tests.support.transformers_loop import compare, make_pair, store_of
+from tests.support.toy_decoders import toy_config
+from tests.support.transformers_loop import compare, make_pair
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.worker.slots import Packing
@@ -18,7 +17,6 @@ from torchround.models.borrowed import recognised_parts
 from torchround.models.borrowed.shell import MaskPlace
 from torchround.models.common import attention
 from torchround.models.common.lora import LoraShape, add_adapters
-from torchround.planning.partition import Partition
 
 FAMILY = FAMILIES["transformers"]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -200,19 +198,3 @@ def test_compiled_blocks_are_as_many_kinds_as_differ_and_have_the_bits_of_plain_
     with replaying(KEEPABLE, [one.clone() for one in record.tensors]):
         assert torch.equal(compiled(an_input(F32).requires_grad_(), batch), found[0][0])
     assert record.tensors
-
-
-@pytest.mark.compiles
-def test_two_devices_train_a_compiled_model_to_the_bits_of_one(tools):
-    pair = make_pair(tools, "mistral")
-    weights = tools.stored_parameters(pair.ours)
-    steps = [[with_dropout(tools.micro_batch([[1 + i, 11 - i]], VOCAB, seed=i)) for i in range(2)] for _ in range(2)]
-    found = []
-    for partition, devices in ((Partition((), 6, ()), 1), (Partition((3,), 3, (3,)), 2)):
-        store = store_of(model := pair.build(), weights)
-        compiler = LayerCompiler(model, "aot_eager")
-        with toy_engine(partition, devices, model=model, store=store, compiler=compiler) as engine:
-            found.append((train(engine, steps), store.named_views()))
-        assert len(compiler.kinds[1].shapes) > 0
-    assert found[0][0] == found[1][0]
-    assert_same_state(found[1][1], found[0][1])
