@@ -1,6 +1,6 @@
 """Packing against what each document by itself would be, and the cut of a batch against plain slicing and counting."""
 
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from torchdata.nodes import IterableWrapper
 
 from torchround.data import cut, num_tokens
 from torchround.data.best_fit import BestFitPacker, best_fit
-from torchround.data.document_types import DataError
 from torchround.data.packing import ContiguousPacker, TokenPiece
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
@@ -72,19 +71,6 @@ def test_contiguous_rows_are_what_the_definition_says_however_documents_come_in_
     assert as_lists(rows) == contiguous_rows(documents, seq_len)
 
 
-@settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(5, 17), min_size=1), seq_len=st.integers(1, 12), stop=st.integers(0, 5))
-def test_a_half_filled_packer_continues_from_its_state(lengths, seq_len, stop):
-    pieces = pieces_of(numbered(lengths))
-    packer, resumed = (ContiguousPacker(IterableWrapper(pieces), seq_len, PAD) for _ in range(2))
-    packer.reset()
-    list(islice(packer, stop))
-    state = packer.state_dict()
-    rest = as_lists(packer)
-    resumed.reset(state)
-    assert as_lists(resumed) == rest
-
-
 def unpacked(rows):
     found = []
     for row in rows:
@@ -129,13 +115,6 @@ def test_no_document_would_have_fitted_better_when_it_was_placed(lengths, room):
         else:
             rows[best].append(index)
     assert best_fit(lengths, room) == rows
-
-
-def test_an_error_comes_after_the_full_rows_before_it_and_ends_the_data():
-    error, pieces = DataError("broken"), pieces_of(numbered([9]))
-    rows = rows_of(ContiguousPacker(IterableWrapper([*pieces, error, *pieces]), 4, PAD))
-    assert [row.tokens.tolist() for row in rows[:-1]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert rows[-1] is error
 
 
 def test_a_document_broken_off_by_a_bad_record_ends_where_the_next_one_starts():
