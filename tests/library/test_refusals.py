@@ -111,6 +111,7 @@ def test_a_class_of_torch_gets_the_settings_that_are_given_and_keeps_its_own_def
         ({"devices": "cuda"}, ValueError, "num_devices"),
         ({"optimizer": torch.optim.SGD, "betas": (0.9, 0.9)}, TypeError, "betas"),
         ({"optimizer": "adam"}, EngineUsageError, "'adamw'"),
+        ({"beta": (0.9, 1.0)}, ValueError, "beta"),
         ({"state": "tiny"}, ValueError, "'exact' or 'compact'"),
         ({"optimizer": "muon", "betas": (0.9,)}, ValueError, "betas"),
         ({"update": "bounded"}, EngineUsageError, "bounded"),
