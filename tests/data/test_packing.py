@@ -1,6 +1,6 @@
 """Packing against what each document by itself would be, and the cut of a batch against plain slicing and counting."""
 
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -69,6 +69,19 @@ def test_contiguous_rows_are_what_the_definition_says_however_documents_come_in_
     documents = numbered(lengths)
     rows = rows_of(ContiguousPacker(IterableWrapper(pieces_of(documents, cuts)), seq_len, PAD))
     assert as_lists(rows) == contiguous_rows(documents, seq_len)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(5, 17), min_size=1), seq_len=st.integers(1, 12), stop=st.integers(0, 5))
+def test_a_half_filled_packer_continues_from_its_state(lengths, seq_len, stop):
+    pieces = pieces_of(numbered(lengths))
+    packer, resumed = (ContiguousPacker(IterableWrapper(pieces), seq_len, PAD) for _ in range(2))
+    packer.reset()
+    list(islice(packer, stop))
+    state = packer.state_dict()
+    rest = as_lists(packer)
+    resumed.reset(state)
+    assert as_lists(resumed) == rest
 
 
 def unpacked(rows):
