@@ -23,15 +23,6 @@ def opened(path, **keys):
     return open_source(SourceTable(path=str(path), **keys))
 
 
-def test_a_glob_reads_its_files_in_sorted_order_and_each_by_its_ending(tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "c.jsonl").write_text('{"text": "third"}\n{"text": "fourth"}')
-    (tmp_path / "a.md").write_text("first")
-    (tmp_path / "deep" / "z.txt").write_text("last")
-    assert texts_of(opened(tmp_path / "**" / "*")) == ["first", "second", "third", "fourth", "last"]
-
-
 def test_format_overrules_the_ending_and_text_field_names_the_text(tmp_path):
     (tmp_path / "data.log").write_text('{"body": "a", "text": "b"}\n')
     assert texts_of(opened(tmp_path / "data.log", format="jsonl", field="body")) == ["a"]
@@ -77,12 +68,6 @@ def test_text_that_is_not_utf8_is_named_by_file_and_byte(tmp_path, bad):
     (tmp_path / "x.txt").write_bytes(b"good line\n" * 30_000 + b"and then " + bad)
     with pytest.raises(DataError, match=rf"x.txt: not valid UTF-8 at byte 300009 \(0x{bad[0]:02x}"):
         texts_of(opened(tmp_path / "x.txt"))
-
-
-def test_empty_files_and_blank_lines_hold_no_text_and_are_no_error(tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    (tmp_path / "b.jsonl").write_text('\n{"text": "x"}\n \n')
-    assert texts_of(opened(tmp_path / "*")) == ["", "", "x", ""]
 
 
 @pytest.mark.parametrize(
