@@ -38,6 +38,11 @@ def test_a_template_reaches_no_object_of_python_and_its_errors_name_it(render, s
         render(source, MESSAGES)
 
 
+def test_lines_of_blocks_leave_no_line_ends_and_no_indentation(render):
+    source = "{% for m in messages %}\n  {% if m.a %}\n{{ m.a }}\n  {% endif %}\n{% endfor %}"
+    assert render(source, MESSAGES) == "1\n3\n"
+
+
 def test_dates_print_as_text_and_the_day_is_always_the_same(render):
     assert render("{{ strftime_now('%d %B %Y') }}", MESSAGES) == "26 July 2024"
 
