@@ -31,8 +31,7 @@ ASKED = '{"instruction": "q", "output": "a"'
 
 
 def marked(**marks):
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **marks}]
-    return json.dumps({"messages": turns})
+    return json.dumps({"messages": [question("q"), answer("a", **marks)]})
 
 
 BAD = [

@@ -123,7 +123,7 @@ def test_a_draw_that_cannot_be_seeded_is_refused():
 
 
 def test_seeds_differ_by_call_micro_batch_layer_and_seed():
-    numbers = product(range(3), (0, 1, 2, INFERENCE, INFERENCE + 1), range(5), range(5))
-    found = [layer_seed(*each) for each in numbers]
+    calls = (0, 1, 2, INFERENCE, INFERENCE + 1)
+    found = [layer_seed(*each) for each in product(range(3), calls, range(5), range(5))]
     assert len(set(found)) == len(found)
     assert all(0 <= seed < 2**63 for seed in found)
