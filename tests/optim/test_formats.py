@@ -79,6 +79,17 @@ def test_bytes_of_an_element_are_those_of_the_parts(state, expected):
         assert sum(tensor.nbytes for tensor in kept) == expected * numel
 
 
+@pytest.mark.parametrize("state", [EXACT, COMPACT])
+def test_a_range_is_written_and_read_alone(state):
+    numel, start, stop = 5 * BLOCK + 7, 2 * BLOCK, 5 * BLOCK + 7
+    parts = {part.name: torch.zeros(part.numel(numel), dtype=part.dtype) for part in state.parts(FIRST)}
+    numbers = values(numel, is_signed=True)
+    state.write(FIRST, parts, start, numbers[start:stop])
+    expected = state.decode(FIRST, state.encode(FIRST, numbers[start:stop]))
+    assert torch.equal(state.read(FIRST, parts, start, stop), expected)
+    assert not state.read(FIRST, parts, 0, start).any()
+
+
 def test_roots_at_the_edge_between_two_codes_are_rounded_as_in_numpy():
     """255 / s is one division. Computed as a reciprocal and a product, it differs for a fifth of all scales."""
     scales = (torch.arange(128) / 128 + 1).numpy()
