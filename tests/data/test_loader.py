@@ -47,6 +47,7 @@ def test_an_endless_loader_resumes_across_epochs_and_continues_after_a_close_or_
     assert state["position"]["reader"]["sources"][1]["epoch"] >= 2
     loader.close()
     rest = take(loader, 20)
+    assert len(rest) == 20
     for resumed in (make_loader(), loader):
         resumed.load_state_dict(state)
         assert take(resumed, 20) == rest
