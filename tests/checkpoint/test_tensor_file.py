@@ -26,26 +26,20 @@ def one_of_each_dtype():
     return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "odd": torch.ones(3).bool()}
 
 
-def test_the_safetensors_library_reads_what_is_written(tmp_path):
+def test_the_safetensors_library_reads_what_is_written_and_what_it_writes_is_read(tmp_path):
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
-    write_tensor_file(tmp_path / file.name, file, Unwatched())
-    theirs = safetensors.torch.load_file(tmp_path / file.name)
-    assert theirs.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert theirs[name].dtype == tensor.dtype and theirs[name].shape == tensor.shape
-        assert torch.equal(theirs[name].float(), tensor.float())
-
-
-def test_what_the_safetensors_library_writes_is_read(tmp_path):
-    tensors = one_of_each_dtype()
+    write_tensor_file(tmp_path / "ours", file, Unwatched())
     safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"by": "the library"})
-    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    found = read_header(tmp_path / "theirs")
-    assert found == layout
-    read_tensor_file(tmp_path / "theirs", found, target)
-    assert all(torch.equal(target[name].float(), tensor.float()) for name, tensor in tensors.items())
+    layout = read_header(tmp_path / "theirs")
+    assert layout == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    read_tensor_file(tmp_path / "theirs", layout, read)
+    for found in (read, safetensors.torch.load_file(tmp_path / "ours")):
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found[name].float(), tensor.float())
 
 
 def test_tensors_are_spread_over_files_in_order():

@@ -41,14 +41,8 @@ def ours(folders):
     return {name: build_tokenizer(TokenizerTable(path=str(folder))) for name, folder in folders.items()}
 
 
-MADE = {}
-
-
 def learnt(tokenizer, messages, tools=(), loss_on="assistant"):
-    key = id(tokenizer), loss_on
-    if key not in MADE:
-        MADE[key] = tokenizer, ChatTemplate(tokenizer, loss_on)  # which starts a process; the tokenizer keeps its id
-    content = MADE[key][1](Conversation(tuple(messages), tuple(tools)))
+    content = ChatTemplate(tokenizer, loss_on)(Conversation(tuple(messages), tuple(tools)))
     piece = tokenise(tokenizer, DocumentPiece(content, 0, Document("here"), first=True, last=True))
     return piece.tokens.tolist(), piece.learn.tolist()
 

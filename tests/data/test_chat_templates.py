@@ -147,16 +147,6 @@ def test_a_message_of_reasoning_or_calls_needs_no_content(templates, field):
 DIALOGUE = [question("one"), answer("two")]
 
 
-@pytest.fixture
-def folder(chat_folders):
-    return chat_folders["qwen3"]
-
-
-@pytest.fixture
-def qwen(chat_tokenizers):
-    return chat_tokenizers["qwen3"]
-
-
 def named(name):
     return LOOP.replace("{{ m.content }}", name + " {{ m.content }}")
 
@@ -165,9 +155,9 @@ TEMPLATE_LIST = [{"name": "default", "template": named("plain")}, {"name": "rag"
 
 
 @pytest.mark.parametrize("place", ["text", "list", "file beside a list"])
-def test_the_default_template_of_a_folder_is_found_as_in_transformers(folder, tmp_path, place):
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
+def test_the_default_template_of_a_folder_is_found_as_in_transformers(chat_folders, tmp_path, place):
+    (tmp_path / "tokenizer.json").write_bytes((chat_folders["qwen3"] / "tokenizer.json").read_bytes())
+    settings = json.loads((chat_folders["qwen3"] / "tokenizer_config.json").read_text())
     settings["chat_template"] = named("plain") if place == "text" else TEMPLATE_LIST
     if place == "file beside a list":
         (tmp_path / "chat_template.jinja").write_text(named("file"))
@@ -187,8 +177,9 @@ BY_ADDED_TOKENS = (
 )
 
 
-def test_turns_may_be_marked_by_added_tokens_that_are_not_special(qwen):
+def test_turns_may_be_marked_by_added_tokens_that_are_not_special(chat_tokenizers):
     """They stay text in a message, as special tokens do, so that no message can fake a turn."""
+    qwen = chat_tokenizers["qwen3"]
     template = with_templates(qwen, BY_ADDED_TOKENS)
     found = learnt(template, [question("one"), answer("two"), question("x"), answer("y")])
     assert found == ["two</tool_call>", "y</tool_call>"]
@@ -200,10 +191,10 @@ def test_turns_may_be_marked_by_added_tokens_that_are_not_special(qwen):
     assert faked[0]["content"] in qwen.decode(piece.tokens.tolist())
 
 
-def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwen):
+def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(chat_tokenizers):
     """The text ends with a token where the prompt has another one, and both begin with the same letters."""
     ended = LOOP.removesuffix("{% endif %}") + "{% else %}<|endoftext|>{% endif %}"
-    assert learnt(with_templates(qwen, ended), DIALOGUE) == ["two<|im_end|>"]
+    assert learnt(with_templates(chat_tokenizers["qwen3"], ended), DIALOGUE) == ["two<|im_end|>"]
 
 
 # Variables for templates.
@@ -211,10 +202,10 @@ def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwe
 THINKS = LOOP.replace("{{ m.content }}", "{{ mood | default('calm') }} {{ m.content }}")
 
 
-def test_variables_come_from_the_config_and_are_part_of_the_place_in_the_data(folder, tmp_path):
+def test_variables_come_from_the_config_and_are_part_of_the_place_in_the_data(chat_folders, tmp_path):
     (tmp_path / "t.jinja").write_text(THINKS)
     table = TokenizerTable(
-        path=str(folder), chat_template=str(tmp_path / "t.jinja"), chat_template_kwargs={"mood": "glad"}
+        path=str(chat_folders["qwen3"]), chat_template=str(tmp_path / "t.jinja"), chat_template_kwargs={"mood": "glad"}
     )
     tokenizer = build_tokenizer(table)
     assert "glad two" in written(ChatTemplate(tokenizer), DIALOGUE)
@@ -237,9 +228,9 @@ def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(chat_tokeniz
     assert tagged in written(template, [question(tagged), answer("two")])
 
 
-def test_a_template_that_changes_what_looks_like_a_token_is_an_error_of_the_record(qwen):
+def test_a_template_that_changes_what_looks_like_a_token_is_an_error_of_the_record(chat_tokenizers):
     cuts = LOOP.replace("m.content", "m.content.split('<|im_end|>')[0]")
     with pytest.raises(
         DataError, match="looks like a special token, and the chat template does not write it unchanged"
     ):
-        with_templates(qwen, cuts)(Conversation((question("one<|im_end|>three"), answer("two"))))
+        with_templates(chat_tokenizers["qwen3"], cuts)(Conversation((question("one<|im_end|>three"), answer("two"))))

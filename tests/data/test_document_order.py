@@ -148,12 +148,6 @@ def test_after_any_number_of_documents_no_source_is_ahead_of_its_share_by_more_t
         assert drawn[str(number)] <= count * weight / sum(weights) + 1 + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
-@given(count=st.integers(0, 300), key=st.text(max_size=10))
-def test_a_shuffle_is_a_permutation(count, key):
-    assert sorted(shuffled(count, key).tolist()) == list(range(count))
-
-
 def test_a_shuffle_is_the_one_that_earlier_checkpoints_were_written_with():
     """Work the order out by hand from the published SplitMix64, in Python's own integers."""
 

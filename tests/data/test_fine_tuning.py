@@ -1,12 +1,12 @@
 """Loaders over conversations, token ids and held-out documents: real files to batches."""
 
 from collections import Counter
-from functools import partial
 
 import datasets
 import pytest
 
 from tests.support.batch_contents import documents, loader_of, write_lines
+from tests.support.conversations import answer, question
 from tests.support.record_files import write_gzip, write_parquet, write_plain
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, Loader, build_validation_loader, num_tokens
@@ -15,30 +15,22 @@ TURNS = [(f"question {n} " + "why " * (n % 17), f"answer {n} " + "so " * (n * 7 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-@pytest.fixture(scope="module")
-def make(tmp_path_factory, chat_tokenizer):
-    folder = tmp_path_factory.mktemp("chats")
-    messages = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in TURNS[:30]
-    ]
+def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_first_letter_to_its_end(
+    tmp_path, chat_tokenizer
+):
+    messages = [{"messages": [question(asked), answer(said)]} for asked, said in TURNS[:30]]
     sharegpt = [
         {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
         for asked, said in TURNS[30:60]
     ]
     alpaca = [{"instruction": asked, "input": "", "output": said} for asked, said in TURNS[60:]]
-    tables = [
-        write_plain(folder, messages, "messages").model_copy(update={"content": "messages"}),
-        write_gzip(folder, sharegpt, "sharegpt").model_copy(update={"content": "messages", "weight": 2.0}),
-        write_parquet(folder, alpaca, "alpaca").model_copy(update={"content": "alpaca"}),
-    ]
-    return partial(loader_of, tuple(tables), chat_tokenizer)
-
-
-def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_first_letter_to_its_end(
-    make, chat_tokenizer
-):
-    batches = list(make(256, 3, epochs=1))
+    tables = (
+        write_plain(tmp_path, messages, "messages").model_copy(update={"content": "messages"}),
+        write_gzip(tmp_path, sharegpt, "sharegpt").model_copy(update={"content": "messages", "weight": 2.0}),
+        write_parquet(tmp_path, alpaca, "alpaca").model_copy(update={"content": "alpaca"}),
+    )
+    loader, other = (loader_of(tables, chat_tokenizer, 256, 3, epochs=1, loss_on=on) for on in ("assistant", "all"))
+    batches = list(loader)
     found = documents(batches, chat_tokenizer)
     assert sorted(found) == sorted(
         (f"<|bos|>user:{asked}<|eos|><|bos|>assistant:{said}<|eos|>", f"{said}<|eos|>") for asked, said in TURNS
@@ -46,6 +38,8 @@ def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_
     # Padding is not counted as tokens. The text <|bos|> is 1 token, not 7.
     counted = sum(num_tokens(batch, chat_tokenizer.pad_id) for batch in batches)
     assert counted == sum(len(chat_tokenizer.encode(text)) - 4 * 6 for text, _ in found)
+    with pytest.raises(DataError, match="other data: loss_on was"):
+        other.load_state_dict(loader.state_dict())
 
 
 def test_token_ids_are_used_as_they_are(tmp_path, tokenizer):
@@ -93,10 +87,3 @@ def test_a_fraction_that_holds_out_none_or_all_is_an_error_and_no_loss_of_zero(t
         next(Loader(data, tokenizer, 64, 8, 0))
     with pytest.raises(DataError, match="validation has no sources"):
         build_validation_loader(table, tokenizer, 64, 8, data.model_copy(update={"validation_fraction": 0.0}))
-
-
-def test_a_position_is_refused_if_other_tokens_are_learnt(make):
-    loader = make(128)
-    next(loader)
-    with pytest.raises(DataError, match="other data: .*loss_on was"):
-        make(128, loss_on="all").load_state_dict(loader.state_dict())

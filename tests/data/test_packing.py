@@ -11,7 +11,6 @@ from torchdata.nodes import IterableWrapper
 
 from torchround.data import cut, num_tokens
 from torchround.data.best_fit import BestFitPacker, best_fit
-from torchround.data.document_types import DataError
 from torchround.data.packing import ContiguousPacker, TokenPiece
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
@@ -129,13 +128,6 @@ def test_no_document_would_have_fitted_better_when_it_was_placed(lengths, room):
         else:
             rows[best].append(index)
     assert best_fit(lengths, room) == rows
-
-
-def test_an_error_comes_after_the_full_rows_before_it_and_ends_the_data():
-    error, pieces = DataError("broken"), pieces_of(numbered([9]))
-    rows = rows_of(ContiguousPacker(IterableWrapper([*pieces, error, *pieces]), 4, PAD))
-    assert [row.tokens.tolist() for row in rows[:-1]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert rows[-1] is error
 
 
 def test_a_document_broken_off_by_a_bad_record_ends_where_the_next_one_starts():

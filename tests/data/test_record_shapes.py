@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.batch_contents import documents, loader_of, reading_limits, texts_of
+from tests.support.conversations import answer, question
 from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.formats.streams import open_source
@@ -42,16 +43,11 @@ def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_sca
     assert source.read(last, 0)[0] == rows[-1]["text"]
 
 
-@pytest.fixture
-def short_lines():
-    with reading_limits(MOST_LINE_BYTES=1000):
-        yield
-
-
-def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(tmp_path, short_lines):
+def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(tmp_path):
     texts = [f"text {number} " * 20 for number in range(50)]
     (tmp_path / "x.json").write_text(json.dumps([{"text": text} for text in texts]))
-    assert read_all(opened(tmp_path / "x.json")) == (texts, [])
+    with reading_limits(MOST_LINE_BYTES=1000):
+        assert read_all(opened(tmp_path / "x.json")) == (texts, [])
 
 
 @pytest.mark.parametrize(
@@ -89,10 +85,6 @@ def trained_on(path, records, tokenizer, content="prompt_completion"):
     return sorted(documents(loader, tokenizer))
 
 
-def turn(role, text):
-    return {"role": role, "content": text}
-
-
 def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(tmp_path, tokenizer):
     calls = '[{"name": "add"}]'  # JSON as an answer, as data of function calls has it
     records = [
@@ -112,25 +104,25 @@ def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(t
 
 def test_messages_as_prompt_and_completion_are_written_with_the_template(tmp_path, chat_tokenizer):
     records = [
-        {"prompt": [turn("user", "a")], "completion": [turn("assistant", "b")]},
-        {"prompt": [turn("user", "c")], "completion": "d"},
-        {"prompt": "e", "completion": [turn("assistant", "f")]},
+        {"prompt": [question("a")], "completion": [answer("b")]},
+        {"prompt": [question("c")], "completion": "d"},
+        {"prompt": "e", "completion": [answer("f")]},
     ]
     assert trained_on(tmp_path / "x.json", records, chat_tokenizer) == [
         (f"<|bos|>user:{asked}<|eos|><|bos|>assistant:{said}<|eos|>", f"{said}<|eos|>")
         for asked, said in ("ab", "cd", "ef")
     ]
     # Answers in a prompt are not learnt.
-    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    prompt = [question("a"), answer("b"), question("c")]
     ((text, learnt),) = trained_on(
-        tmp_path / "x.json", [{"prompt": prompt, "completion": [turn("assistant", "d")]}], chat_tokenizer
+        tmp_path / "x.json", [{"prompt": prompt, "completion": [answer("d")]}], chat_tokenizer
     )
     assert text.count("<|eos|>") == 4 and learnt == "d<|eos|>"
 
 
 def test_parts_of_a_content_are_joined(tmp_path, chat_tokenizer):
     parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "this?"}]
-    records = [{"messages": [turn("user", parts), turn("assistant", [{"type": "text", "text": "that"}])]}]
+    records = [{"messages": [question(parts), answer([{"type": "text", "text": "that"}])]}]
     assert trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages") == [
         ("<|bos|>user:what is this?<|eos|><|bos|>assistant:that<|eos|>", "that<|eos|>")
     ]

@@ -15,8 +15,7 @@ from tests.support.batch_contents import content, loader_of
 from torchround.config import SourceTable
 
 FILES = ["notes", "plain", "gzip", "zstd", "parquet", "tokens", "chats"]
-MORE = [{}, {"shuffle_sequences": 0}, {"shuffle_sequences": 5}, {"validation_fraction": 0.3}]
-MORE += [{"loss_on": "all"}]
+MORE = [{}, {"shuffle_sequences": 0}, {"shuffle_sequences": 5}, {"validation_fraction": 0.3}, {"loss_on": "all"}]
 PACKINGS = [("contiguous", "cut"), ("best_fit", "cut"), ("best_fit", "split")]
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

@@ -20,22 +20,8 @@ from torchround.data.text.tokenizer import encode_text
 from torchround.data.tokenising import tokenise
 
 EACH = pytest.mark.parametrize("kind", KINDS)
-HARD = (
-    "",
-    " ",
-    "  a",
-    "a ",
-    "▁",
-    "▁a▁",
-    "\n\n\nb",
-    "é e\u0301",
-    "\u00a0x",
-    "🙂👩‍🚀",
-    "\x00",
-    "<0x0A>",
-    "a <tool> b",
-    "<tool>c",
-)
+SPACES = ("", " ", "  a", "a ", "▁", "▁a▁", "\n\n\nb", "\u00a0x")
+HARD = (*SPACES, "é e\u0301", "🙂👩‍🚀", "\x00", "<0x0A>", "a <tool> b", "<tool>c")
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +132,7 @@ def test_the_settings_of_a_release_say_if_documents_begin_with_bos_otherwise_its
     ("change", "message"),
     [
         (lambda file: file.update(pre_tokenizer={"type": "WhitespaceSplit"}), "pre_tokenizer has .*WhitespaceSplit"),
-        (
-            lambda file: file["normalizer"]["normalizers"].append({"type": "Lowercase"}),
-            "'Lowercase'.*supported: none, NFC",
-        ),
-        (lambda file: file["model"].update(dropout=0.1), "dropout 0.1"),
+        (lambda file: file["normalizer"]["normalizers"].append({"type": "Lowercase"}), "'Lowercase'.*none, NFC"),
         (lambda file: file["model"].update(end_of_word_suffix="</w>"), "no end_of_word_suffix"),
         (lambda file: file["model"].update(type="WordPiece"), "its model is 'WordPiece'"),
     ],
@@ -162,9 +144,3 @@ def test_a_kind_that_would_lose_text_is_refused(tmp_path, change, message):
     path.write_text(json.dumps(content))
     with pytest.raises(TokenizerError, match=message):
         build_tokenizer(TokenizerTable(path=str(path)))
-
-
-def test_a_tokenizer_model_alone_says_how_to_get_the_file_that_is_read(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(TokenizerError, match="no tokenizer.json in .*AutoTokenizer.from_pretrained.*save_pretrained"):
-        build_tokenizer(TokenizerTable(path=str(tmp_path)))

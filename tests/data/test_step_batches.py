@@ -91,17 +91,6 @@ def test_a_position_of_4_machines_means_the_same_batches_on_2_1_and_3(make_loade
         assert rows_of(rest) == rows_of(whole[stop:]) and same_end == end
 
 
-def test_the_rounds_may_change_within_a_run(make_loader):
-    make = partial(make_loader, epochs=1, **SIZES)
-
-    def work(machine, gather):
-        loader = make()
-        first = steps_of(StepBatches(loader, 2, 1, gather, machine, 2), 1)
-        return first + steps_of(StepBatches(loader, 2, 3, gather, machine, 2))
-
-    assert whole_steps(run_agreeing(2, work)) == train(make, 1)[0]
-
-
 @pytest.mark.parametrize("flagged", [(1, 2), (0,), ()])
 def test_a_flag_of_any_machine_ends_the_steps_of_all_and_its_machine_reads_no_more(make_loader, flagged):
     def work(machine, gather):

@@ -49,11 +49,6 @@ def test_tokens_are_drawn_as_often_as_their_shares_say():
     assert ((found - 4000 * shares).abs() <= 5 * (4000 * shares * (1 - shares)).sqrt()).all()
 
 
-def test_without_a_temperature_it_is_the_likeliest_token():
-    for seed in range(5):
-        assert choose_token(logits(seed), Sampling(), None) == int(logits(seed).argmax())
-
-
 def test_draws_depend_on_seed_prompt_and_occurrence_alone():
     def first(seed, prompt, occurrence):
         return torch.rand((), generator=Sampling(1.0, seed=seed).draws_for(prompt, occurrence)).item()

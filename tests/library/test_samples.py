@@ -1,6 +1,7 @@
 """Batches are cut into micro-batches and outputs joined again, and layers draw from seeds of their own."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -106,14 +107,12 @@ def test_random_operations_draw_from_the_seed_and_leave_the_default_generator_al
 def test_threads_that_draw_at_once_do_not_disturb_each_other():
     def draw(seed):
         with drawing(seed):
-            return [torch.rand(1000) for _ in range(20)]
+            return torch.stack([torch.rand(1000) for _ in range(20)])
 
     alone = [draw(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(draw, range(4)))
-    assert all(
-        torch.equal(a, b) for one, other in zip(alone, together, strict=True) for a, b in zip(one, other, strict=True)
-    )
+    assert all(map(torch.equal, alone, together))
 
 
 def test_a_draw_that_cannot_be_seeded_is_refused():
@@ -124,12 +123,7 @@ def test_a_draw_that_cannot_be_seeded_is_refused():
 
 
 def test_seeds_differ_by_call_micro_batch_layer_and_seed():
-    found = [
-        layer_seed(s, c, m, i)
-        for s in range(3)
-        for c in (0, 1, 2, INFERENCE, INFERENCE + 1)
-        for m in range(5)
-        for i in range(5)
-    ]
+    calls = (0, 1, 2, INFERENCE, INFERENCE + 1)
+    found = [layer_seed(*each) for each in product(range(3), calls, range(5), range(5))]
     assert len(set(found)) == len(found)
     assert all(0 <= seed < 2**63 for seed in found)

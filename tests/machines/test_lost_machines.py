@@ -17,19 +17,12 @@ TIMEOUT_S = 3.0
 nightly = pytest.mark.nightly
 
 
-def agree_for_ever(networks=()):
-    settings, rank = {}, int(os.environ["RANK"])
-    if networks:
-        enter(networks[rank])
-        settings = {"store_host": ADDRESSES[0], "address": ADDRESSES[rank]}
-    group = group_of_environment(timeout_s=TIMEOUT_S, **settings)
-    step = 0
+def work_until_a_fault(group, work, steps_before_the_fault):
     try:
-        while True:
-            group.channel("steps").gather(0.5, f"the losses of step {step}")
-            step += 1
-            if step == 10:
+        for step in itertools.count():
+            if step == steps_before_the_fault:
                 print("at work", flush=True)
+            work(step)
     except MachineError as error:
         print(f"[{error}]", flush=True)
         return 1
@@ -37,22 +30,20 @@ def agree_for_ever(networks=()):
         group.close()
 
 
+def agree_for_ever(networks=()):
+    settings, rank = {}, int(os.environ["RANK"])
+    if networks:
+        enter(networks[rank])
+        settings = {"store_host": ADDRESSES[0], "address": ADDRESSES[rank]}
+    group = group_of_environment(timeout_s=TIMEOUT_S, **settings)
+    return work_until_a_fault(group, lambda step: group.channel("steps").gather(0.5, f"the losses of step {step}"), 10)
+
+
 def send_for_ever():
     group = group_of_environment(timeout_s=TIMEOUT_S)
-    values = torch.zeros(2**22)
-    try:
-        for step in itertools.count():
-            if group.rank == 0:
-                group.link(1, Purpose.WEIGHTS).receive(values, f"the weights of step {step}")
-            else:
-                group.link(0, Purpose.WEIGHTS).send(values, f"the weights of step {step}")
-            if step == 3:
-                print("at work", flush=True)
-    except MachineError as error:
-        print(f"[{error}]", flush=True)
-    finally:
-        group.close()
-    return 1
+    link, values = group.link(1 - group.rank, Purpose.WEIGHTS), torch.zeros(2**22)
+    transfer = link.send if group.rank else link.receive
+    return work_until_a_fault(group, lambda step: transfer(values, f"the weights of step {step}"), 4)
 
 
 def started(processes, folder, **settings):

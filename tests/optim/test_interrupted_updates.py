@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.kernel_kinds import BF16, F32, example_buffers, kind_of, written_in_place
 from tests.support.optimizers import OPTIMIZERS
-from torchround.optim import ParameterFacts, UpdateBuffers, UpdateProgress, make_optimizer, update_, update_pass
-from torchround.optim.split_weights import split
+from torchround.optim import ParameterFacts, UpdateProgress, make_optimizer, update_, update_pass
 
 ELEMENTS, CHUNK = 384, 256  # the last chunk is half full
 FOLDER = str(Path(update_pass.__file__).parent)
@@ -43,30 +43,11 @@ def buffers(name, form):
     """Make a segment with some state: `form` is "split", "split, two versions", "predicts" or "fp32"."""
     optimizer = make_optimizer(OPTIMIZERS[name])
     rule = optimizer.rule_of(ParameterFacts("block.w", torch.Size((32, 12)), True, True))
-    generator = torch.Generator().manual_seed(0)
-    weight, gradient = (torch.randn(ELEMENTS, generator=generator) for _ in range(2))
-    parts = {
-        part.name: torch.zeros(part.numel(ELEMENTS), dtype=part.dtype)
-        for value in rule.values
-        for part in optimizer.format.parts(value)
-    }
-    for value in rule.values:
-        numbers = torch.randn(ELEMENTS, generator=generator)
-        optimizer.format.write(value, parts, 0, numbers if value.is_signed else numbers.square())
-    upper, residual = split(weight)
-    is_split = form.startswith("split")
-    fresh = {"split": upper, "split, two versions": torch.zeros_like(upper), "predicts": torch.zeros_like(upper)}
-    return UpdateBuffers(
-        rule=rule,
-        format=optimizer.format,
-        weight=None if is_split else weight,
-        residual=residual if is_split else None,
-        current=upper if is_split else None,
-        written=fresh.get(form, weight),
-        parts=parts,
-        gradient=gradient.bfloat16(),
-        direction=torch.randn(ELEMENTS, generator=generator).bfloat16() if rule.uses_direction else None,
-    )
+    written = F32 if form == "fp32" else BF16
+    is_split, predicts = form.startswith("split"), form == "predicts"
+    kind = kind_of(rule, optimizer.format, written=written, splits=is_split, predicts=predicts)
+    made = example_buffers(kind, ELEMENTS)
+    return made if form == "split, two versions" else written_in_place(made, predicts)
 
 
 def content(made):

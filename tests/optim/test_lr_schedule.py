@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,23 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
+from torchround.config.tables import LRScheduleTable
 from torchround.optim import LRSchedule
 from torchround.optim.lr_schedule import WSD_DECAY_FRACTION
 
 DECAYS = ["none", "linear", "cosine", "wsd"]
 
 
-@dataclass
-class Table:
-    """The keys of `[lr_schedule]`."""
-
-    warmup_steps: int = 0
-    decay: str = "none"
-    min_lr_factor: float = 0.0
+def table(warmup, decay, floor):
+    return LRScheduleTable(warmup_steps=warmup, decay=decay, min_lr_factor=floor)
 
 
 def schedule(warmup, decay, floor, total, lr=3e-4):
-    rate = LRSchedule(Table(warmup, decay, floor), lr, total)
+    rate = LRSchedule(table(warmup, decay, floor), lr, total)
     return [rate(step) for step in range(total)]
 
 
@@ -76,6 +71,6 @@ def test_warm_up_rises_linearly_from_above_zero_and_the_decay_falls_to_the_floor
 
 
 def test_steps_past_the_end_keep_the_last_rate():
-    rate = LRSchedule(Table(2, "cosine", 0.1), 1.0, 10)
+    rate = LRSchedule(table(2, "cosine", 0.1), 1.0, 10)
     assert rate(9) == rate(10) == rate(10_000) == pytest.approx(0.1)
     assert rate(5) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 4 / 8)))
