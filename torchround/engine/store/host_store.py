@@ -1,8 +1,9 @@
 """The flat host store, by bundle (`bundles.py`), and the only code that writes weights. This table has all its writers.
 
-All are in host memory. D stands for device weights, the copies that devices upload, S for fp32 weights (or the residuals of
-split ones) with the optimizer's values. In a step the optimizer's thread writes, in tasks that `program.py` orders; `receive`,
-and `copy_version` of a bundle that another machine owns, run on the thread that receives from it. A bundle lags if it is of the
+All are in host memory; docs/engine.md ("Memory") has the copies on devices, docs/checkpoints.md those in files. D stands for
+device weights, the copies that devices upload, S for fp32 weights (or the residuals of split ones) with the optimizer's values.
+In a step the optimizer's thread writes, in tasks that `program.py` orders; `receive`, and `copy_version` of a bundle that
+another machine owns, run on the thread that receives from it. A bundle lags if it is of the
 first `stale_layers` layers (`bounded`): between steps its D is one version behind its S.
 
     writer                  writes  when
