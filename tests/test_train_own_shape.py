@@ -85,6 +85,7 @@ def test_a_shape_is_planned_trained_resumed_and_exported_as_it_was_given(kind, f
     for key, value in given.items():
         assert value in [content[name] for name in NAMES.get(key, (key,)) if name in content], key
     assert content["vocab_size"] == given.get("vocab_size", 259) and content["architectures"] == [CLASSES[kind]]
+    assert {"rms_norm_eps", "max_position_embeddings", "head_dim"} <= content.keys()
     assert max(AutoTokenizer.from_pretrained("exported").get_vocab().values()) < content["vocab_size"]
     model = load_model(Path("exported"))  # with every tensor of the class, and no other
     assert model(torch.arange(9)[None]).logits.shape == (1, 9, content["vocab_size"])

@@ -294,7 +294,7 @@ def _asked(question: Callable[Concatenate[AcceleratorKind, P], bool]) -> Callabl
     return asked
 
 
-# On `meta`: of the kind that `as_if_on` names.
+# On `meta` each answers for the kind that `as_if_on` names.
 is_accelerator = _asked(lambda kind: kind.name != _HOST.name)
 has_offset_attention = _asked(lambda kind, dtype, head_dim: kind.has_offset_attention(dtype, head_dim))
 has_grouped_products = _asked(lambda kind, dtype: kind.has_grouped_products(dtype))

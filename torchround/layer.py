@@ -232,7 +232,7 @@ class Layer(Protocol):
 
     - `undecayed`, of any module: names of its own parameters that have two or more dimensions only because they are stacks
       of vectors. Weight decay is for matrices.
-    - `never_compiled`: True if the layer is not compiled. `most_compiled_tokens`: it is for no micro-batch of more.
+    - `never_compiled`: True if the layer is not compiled. `most_compiled_tokens`: the most tokens of a micro-batch for which it is.
     - `code()`: what is compiled in the layer's place, a module of the same parameters and without buffers. It is called with
       the tensors of `code_inputs(hidden, micro_batch)` and the micro-batch. Its attribute `differentiable` says how many of
       these get gradients; without it, each floating one does.

@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import os
-import re
 
 import pytest
 
@@ -91,15 +90,14 @@ from torchround.observe.logger import open_metrics
 
 open_metrics(MetricsTable(), Path(sys.argv[1]) / "without", "a run", 10, {}).close()
 assert "wandb" not in sys.modules, "imported before it was asked for"
-folder, run_id = Path(sys.argv[1]), None
-table = MetricsTable(wandb="offline", wandb_project="tests")
-for resumed_step in (0, 2):
-    metrics = open_metrics(table, folder, "a run", 10, {"training": {"steps": 10}}, resumed_step, run_id)
-    for step in range(resumed_step + 1, resumed_step + 4):
-        metrics.log(record(step, loss=float(step), **ENGINE))
-    metrics.close()
-    run_id = metrics.wandb_run_id
-    print("run id:", run_id)
+folder, mode, resumed_step, run_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] or None
+table = MetricsTable(wandb=mode, wandb_project="tests")
+metrics = open_metrics(table, folder, "a run", 10, {"training": {"steps": 10}}, resumed_step, run_id)
+for step in range(resumed_step + 1, resumed_step + 4):
+    metrics.log(record(step, loss=float(step), **ENGINE))
+metrics.close()
+print("wandb imported:", "wandb" in sys.modules)
+print("run id:", metrics.wandb_run_id)
 """
 
 
@@ -107,6 +105,13 @@ for resumed_step in (0, 2):
 def no_settings(monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
+
+
+def run_with_wandb(folder, mode, resumed_step=0, run_id="", **environment):
+    settings = {"HOME": str(folder), "WANDB_SILENT": "true", **environment}
+    result = run_program("-c", WANDB_PROGRAM, folder, mode, resumed_step, run_id, **settings)
+    pairs = dict(line.split(": ") for line in result.stdout.splitlines() if ": " in line)
+    return pairs, result.stderr
 
 
 def logged_by_wandb(folder, run_id):
@@ -131,12 +136,11 @@ def logged_by_wandb(folder, run_id):
 
 
 def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path):
-    settings = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_SILENT": "false"}
-    done = run_program("-c", WANDB_PROGRAM, tmp_path, **settings)
-    assert "wandb sync" in done.stderr and "engine/" not in done.stderr  # what to do, without dozens of last values
-    first, second = re.findall("^run id: (.+)$", done.stdout, re.MULTILINE)
-    assert second == first != "None"
-    records = logged_by_wandb(tmp_path, first)
+    first, printed = run_with_wandb(tmp_path, "offline", WANDB_MODE="offline", WANDB_SILENT="false")
+    assert "wandb sync" in printed and "engine/" not in printed  # what to do, without dozens of last values
+    second, _ = run_with_wandb(tmp_path, "offline", resumed_step=2, run_id=first["run id"], WANDB_MODE="offline")
+    assert second["run id"] == first["run id"] != "None"
+    records = logged_by_wandb(tmp_path, first["run id"])
     assert [entry["step"] for entry in records] == [1, 2, 3, 3, 4, 5]
     assert all(entry["loss"] == entry["step"] and "mfu" not in entry for entry in records)
     curves = {"engine/busy_s/0": 0.25, "engine/busy_s/1": 0.5, "engine/host_peak_gib": 8.0}

@@ -1,13 +1,12 @@
 """Steps from epochs: the number is exact, shown, and right after a resume and a change of the batch size."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from tests.support.small_run import files_of, stop_after, write_text
 from torchround.commands.train_model import steps_of_epochs
-from torchround.config import load_config
+from torchround.config import load_config, parse_command_line
 from torchround.data import Loader, build_tokenizer
 from torchround.run.run_folder import RunFolder
 
@@ -60,12 +59,13 @@ def test_steps_that_are_left_out_are_those_of_the_epochs(small_runs, capsys):
 )
 def test_the_count_is_the_number_of_batches_that_a_run_draws(small_runs, overrides):
     write_text(small_runs.folder / "text.jsonl", lines=60)
-    config = load_config("small.toml", [DERIVED, "--data.epochs=3", *overrides])
+    options = parse_command_line(["--config=small.toml", DERIVED, "--data.epochs=3", *overrides])
+    config = options.config
     tokenizer = build_tokenizer(config.tokenizer, None)
     sizes = config.training.seq_len, config.training.global_batch_size
     drawn = len(list(Loader(config.data, tokenizer, *sizes, config.run.seed)))
     loader = Loader(config.data, tokenizer, *sizes, config.run.seed)
-    assert steps_of_epochs(SimpleNamespace(config=config), loader, RunFolder(config.run)) == drawn > 1
+    assert steps_of_epochs(options, loader, RunFolder(config.run)) == drawn > 1
     assert len(list(loader)) == drawn, "it is at the start of the data again"
     loader.close()
 

@@ -241,7 +241,9 @@ def text_engine(tried: TriedModel, hardware: Hardware, batch_size: int, tokens: 
     store = inference_store(tried.model, dtype, devices, tried.mapped)
     store.initialize(tried.model, 0, tried.weights.load)
     return TextEngine(
-        *(tried.model, store, devices),
+        tried.model,
+        store,
+        devices,
         batch_size=batch_size,
         tokens=tokens,
         device_bytes=hardware.device_bytes,

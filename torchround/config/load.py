@@ -413,7 +413,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "lora.map_base lora.base lora.base_cache", "a folder whose files hold the packed weights"
     if lora.experts_by_need is True and (lora.base == "bf16" or lora.map_base or config.engine.compile):
         keys = "lora.experts_by_need lora.base lora.map_base engine.compile"
-        yield keys, '"auto", or true with a packed base in memory and compile = false'
+        yield keys, '"auto", false, or true with a packed base in memory and compile = false'
     if config.checkpoint.export == "adapters" and lora.rank == 0:
         yield "checkpoint.export lora.rank", '"weights" if no adapters are trained'
     if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:

@@ -388,8 +388,8 @@ class LoraTable(Table):
     `training.dtype` are still copied."""
 
     experts_by_need: bool | Literal["auto"] = "auto"
-    """Upload of packed experts only those that tokens are routed to, once the routing is known: the upload is not hidden behind
-    other work. `auto`: in passes of few tokens, as those of continuations are, with layers that are not compiled."""
+    """Upload only the packed experts that tokens are routed to, once the routing is known: the upload is not hidden behind
+    other work. `auto`: in passes of few tokens, such as continuations, if layers are not compiled."""
 
 
 class MetricsTable(Table):

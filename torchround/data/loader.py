@@ -398,7 +398,7 @@ def check_first_records(data: DataTable, sources: Sequence[Source], tokenizer: T
                 content = ""
             # A document that is empty is neither good nor bad.
             has_good |= len(content) > 0
-            # Other records are looked at until one is good, text for something to warn of.
+            # Text is read until there is something to warn of, other records only until one is good.
             is_enough = has_good
             if isinstance(content, str) and not table.special_tokens:
                 is_enough = _has_warned(table, tokenizer, document, content)

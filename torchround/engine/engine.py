@@ -409,7 +409,7 @@ class Engine:
             self._is_stopped = True
         atexit.unregister(self._stop_at_exit)
         self._board.stop()  # every thread unwinds at its next wait
-        # In the middle of a step.
+        # Other machines wait only in the middle of a step.
         if self._program.open_pass is not None or not all(worker.is_idle for worker in self._step_workers):
             self._exchange.stop(self._board.failure)
         busy = self._end_threads()

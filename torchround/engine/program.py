@@ -86,7 +86,10 @@ class Program:
     # Passes.
 
     def add(self, pass_: Pass, stages: Sequence[StageTask]) -> Task | None:
-        """Declare the stages of a pass. A call of a step has more: what takes their gradients, and the task that ends the call."""
+        """Declare the stages of a pass, and for a call of a step what takes their gradients and the task that ends the call.
+
+        Returns that task, or None for an evaluation.
+        """
         share, step, first_slot = pass_.share, pass_.step, self.next_slot
         self.next_slot += len(stages)
         if share is None:
@@ -104,7 +107,7 @@ class Program:
             self._write_stale(step)
         for stage in stages[num_forward:]:
             self._stage(pass_, stage)
-        # Of the last rounds, which this machine may have no part in.
+        # This machine may have no part in the last rounds.
         num_rounds = -(-(share.total_rounds - self.rounds) // share.num_machines)
         for round_ in range(len(share.rounds), num_rounds):
             for bundle in reversed(self.store.trained):

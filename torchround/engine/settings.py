@@ -24,7 +24,7 @@ class EngineSettings:
     `compile_update` compiles the optimizer's update (`optim/kernel.py`), `compiler` the layers; engines of one model may share
     it. `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`).
     `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up on the host in fp32.
-    `experts_by_need` uploads of packed stacks only the experts that tokens are routed to; "auto" if a stage job has few tokens.
+    With `experts_by_need` only the packed experts that tokens are routed to are uploaded; "auto" if a stage job has few tokens.
     """
 
     rounds: int = 1
@@ -61,6 +61,8 @@ class EngineSettings:
         if several and self.stale_layers < store.stale_layers:
             # Each machine could renew only its own.
             yield f"the device weights of {store.stale_layers} layers are one version old; use as many stale_layers"
+        if self.experts_by_need is True and self.compiler is not None:
+            yield "compiled layers have whole stacks of experts; use experts_by_need False, or no compiler"
         if any(self.kept[: self.stale_layers]):
             yield "layers below stale_layers keep nothing: their backward reads newer weights than their forward"
         if mode.updates_by_layer and self.max_norm > 0 and self.clip == "global":

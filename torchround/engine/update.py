@@ -40,8 +40,8 @@ from torchround.planning.partition import SpanKind
 class Decision:
     """A step's learning rate or hyperparameters, and once its figures are known, whether its update applies.
 
-    `norm_to_clip` is the norm of the gradients that are clipped, before that: of all that have no direction. `made` stands
-    for the decision among the memory that tasks read and write.
+    `norm_to_clip` is the norm, before clipping, of the gradients without a direction. `made` stands for the decision among
+    the memory that tasks read and write.
     """
 
     step: int

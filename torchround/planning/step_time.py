@@ -173,7 +173,7 @@ def run_stages(
                 outputs.append((list(slopes), [base + shift for base in bases]))
     if between is not None and at == len(ends):
         between(device)
-    # Turns go on without a restart: the next step begins with the device after the last stage's.
+    # Turns do not restart: the next step begins with the device after the last stage's.
     free[:] = free[device:] + free[:device]
     return ends
 

@@ -1,7 +1,7 @@
 """One thread per device: takes the device's stage jobs in dispatch order and runs their micro-batches.
 
-The thread enqueues everything on the device's five streams and waits only for values and jobs of other threads.
-Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for them.
+The thread enqueues everything on the device's five streams and waits only for values and jobs of other threads, and for
+experts by need for the device's own routing. Before a wait for other threads it sends off the gradients that it still holds, because the optimizer may be waiting for them.
 """
 
 import copy
