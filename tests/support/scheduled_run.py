@@ -179,5 +179,6 @@ def reference(run):
         if run.evaluates:
             losses.append(loop.evaluate(held_out))
         losses.append(loop.step(micro_batches, LR))
-    not_saved = (OLDER_WEIGHTS, *(f"weights/{name}" for name in model.packed))
-    return Outcome(losses, {name: view for name, view in loop.state().items() if not name.startswith(not_saved)})
+    not_saved = {f"weights/{name}" for name in model.packed}
+    state = {name: view for name, view in loop.state().items() if not name.startswith(OLDER_WEIGHTS)}
+    return Outcome(losses, {name: view for name, view in state.items() if name not in not_saved})
