@@ -38,7 +38,7 @@ def message(tmp_path):
         ("optimizer.lr=inf", "optimizer.lr: given inf; input should be a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas[1]: missing"),
         ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]: given 2; input should be less than 1"),
-        ("optimizer.name=adam", 'optimizer.name: given "adam"; '),
+        ("optimizer.name=muno", 'optimizer.name: given "muno"; legal: adamw, muon; nearest: muon'),
         ("optimizer.state=small", "given \"small\"; input should be 'exact' or 'compact'"),
         ("optimizer.beta=0.9", "optimizer.beta: unknown key, given 0.9; legal in optimizer: name, lr, "),
         ("engine.update=asyncc", "given \"asyncc\"; input should be 'sync', 'async' or 'bounded'; nearest: async"),
@@ -118,7 +118,8 @@ CONFLICTS = [
     ("lora.dora=true", "lora.dora lora.rank true 0"),
     ("lora.rank_pattern.q_proj=4", 'lora.rank_pattern lora.rank {"q_proj": 4} 0'),
     ("lora.path=folder lora.rank=4", "lora.path model.hf_path"),
-    ("lora.experts_by_need=true", 'lora.experts_by_need lora.base lora.map_base engine.compile true "bf16" "auto"'),
+    ("lora.experts_by_need=true", 'lora.experts_by_need lora.base true "bf16" "auto"'),
+    ("lora.experts_by_need=true lora.base=nf4 lora.rank=4", 'lora.experts_by_need engine.compile true "auto"'),
     ('checkpoint.load="weights"', "checkpoint.load checkpoint.load_path"),
     ("validation.interval_steps=5", "validation.interval_steps validation.sources"),
 ]

@@ -14,7 +14,7 @@ from itertools import islice
 from torchround.accelerators import deterministic_operations
 from torchround.commands import end_with_message, new_parser
 from torchround.commands.configured_model import MISTAKES, build_model, find_weights
-from torchround.config import MachinesTable, Options, parse_command_line, show
+from torchround.config import MachinesTable, Options, nearest, parse_command_line, show
 from torchround.data import MissingTokenizerError, build_tokenizer
 from torchround.data.loader import loader_bytes
 from torchround.planning import plan_report
@@ -76,7 +76,8 @@ def planned_hardware(options: Options) -> Hardware:
     card = find_device(machines.card or "")
     if card is None:
         given = "no card is named" if machines.card is None else f"given {show(machines.card)}"
-        raise options.error("machines.card", f"{given}; legal: {', '.join(device_names())}")
+        near = nearest(machines.card or "", device_names())
+        raise options.error("machines.card", f"{given} (--device); legal: {', '.join(device_names())}{near}")
     host_gib = engine.host_memory_gib
     if host_gib is None and machines.host_memory_gib is not None:
         host_gib = USABLE_HOST_FRACTION * machines.host_memory_gib
@@ -118,7 +119,10 @@ def advice(question: RunQuestion) -> Iterator[str]:
     settings = list(islice(plan_report.changes_that_fit(question), MOST_ADVICE))
     yield from (f"  with {setting}: fits" for setting in settings)
     if not settings:
-        yield "  no change of the config makes it fit; --machines.planned N says whether N machines would do"
+        yield (
+            "  no other plan makes it fit; adapters on a packed base (lora.rank, lora.base) need less, and "
+            "--machines.planned N says whether N machines would do"
+        )
 
 
 def report_lines(report: plan_report.PlanReport) -> Iterator[str]:

@@ -365,6 +365,10 @@ def _message(raw: RawConfig, key: str, same: list[ErrorDetails]) -> str:
         what = "key, " if outer else "table, " if isinstance(given, dict) else "key outside of a table, "
         where = f" in {outer}" if outer else ""
         return f"unknown {what}given {show(given)}; legal{where}: {', '.join(known)}{hint}"
+    if key == "optimizer.name" and isinstance(given, str):  # pydantic knows only the table that was tried
+        return (
+            f"given {show(given)}; legal: {', '.join(optimizer_tables())}{nearest(given, optimizer_tables())}"
+        )
     texts = [re.sub(r"a valid dictionary or instance of \w+", "a table", details["msg"]) for details in same]
     first, *others = dict.fromkeys(texts)
     text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
@@ -411,9 +415,18 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "lora.base_cache lora.base", "a packed format, whose weights the folder keeps"
     if lora.map_base and lora.base != "bf16" and lora.base_cache is None:
         yield "lora.map_base lora.base lora.base_cache", "a folder whose files hold the packed weights"
-    if lora.experts_by_need is True and (lora.base == "bf16" or lora.map_base or config.engine.compile):
-        keys = "lora.experts_by_need lora.base lora.map_base engine.compile"
-        yield keys, '"auto", false, or true with a packed base in memory and compile = false'
+    if lora.experts_by_need is True and lora.base == "bf16":
+        yield "lora.experts_by_need lora.base", '"auto", false, or a packed base such as "nf4"'
+    elif lora.experts_by_need is True and lora.map_base:
+        yield (
+            "lora.experts_by_need lora.map_base",
+            '"auto", or a base in memory, because whole stacks are mapped',
+        )
+    elif lora.experts_by_need is True and config.engine.compile:
+        yield (
+            "lora.experts_by_need engine.compile",
+            '"auto", or compile = false, because compiled layers have whole stacks',
+        )
     if config.checkpoint.export == "adapters" and lora.rank == 0:
         yield "checkpoint.export lora.rank", '"weights" if no adapters are trained'
     if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:
