@@ -38,7 +38,7 @@ def message(tmp_path):
         ("optimizer.lr=inf", "optimizer.lr: given inf; input should be a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas[1]: missing"),
         ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]: given 2; input should be less than 1"),
-        ("optimizer.name=muno", 'optimizer.name: given "muno"; legal: adamw, muon; nearest: muon'),
+        ("optimizer.name=muno", 'optimizer.name: given "muno"; legal: adamw, muon'),
         ("optimizer.state=small", "given \"small\"; input should be 'exact' or 'compact'"),
         ("optimizer.beta=0.9", "optimizer.beta: unknown key, given 0.9; legal in optimizer: name, lr, "),
         ("engine.update=asyncc", "given \"asyncc\"; input should be 'sync', 'async' or 'bounded'; nearest: async"),
