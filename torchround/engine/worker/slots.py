@@ -128,16 +128,18 @@ class ExpertUploads:
     """
 
     def __init__(self, device: Device, source: PackedPlace, target: PackedPlace, num_experts: int) -> None:
-        self._device = device
-        self._missing = dict(
-            enumerate(zip(source.split(num_experts), target.split(num_experts), strict=True))
-        )
+        self._device, self._source, self._target = device, source, target
+        self._numel = source.numel // num_experts  # of one expert
+        self._missing = set(range(num_experts))
 
     def __call__(self, bounds: Sequence[int]) -> None:
         """Upload the experts that have rows and are not there. `bounds` are those of `RowGroups`."""
         for expert, (start, stop) in enumerate(pairwise(bounds)):
             if start < stop and expert in self._missing:
-                source, target = self._missing.pop(expert)
+                self._missing.remove(expert)
+                # Views of all experts, made at each upload, would cost milliseconds of host time.
+                part = expert * self._numel, self._numel
+                source, target = self._source.part(*part), self._target.part(*part)
                 self._device.copy(Stream.COMPUTE, target.codes, source.codes)
                 self._device.copy(Stream.COMPUTE, target.scales, source.scales)
 
