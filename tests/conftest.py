@@ -72,10 +72,25 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    if config.option.markexpr.startswith("not nightly"):
+        _take_own_cores()
     # They import torch, which takes seconds. The process that hands out tests to others runs none.
     if not getattr(config.option, "numprocesses", None):
         for name in SHARED_FIXTURES:
             config.pluginmanager.import_plugin(name)
+
+
+def _take_own_cores() -> None:
+    """Share the cores among the processes of pytest-xdist. The default tier alone does this.
+
+    Threads of one process take turns at Python's lock. If they change cores with each turn, engines of eight devices take
+    half as much processor time again. In the other tiers, and with more cores than processes, threads run at the same time.
+    """
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) >= count:
+            os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: count])
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
