@@ -372,7 +372,7 @@ def _anatomy(model: nn.Module, config: Any) -> Anatomy:
             place = slice(row, row + 1), slice(start, start + size)
             single = shell.record(hidden[place], positions[place])[0][0]
             _check(torch.equal(single, given[place]), "its positions do not begin anew with each document")
-    seen = set()
+    seen = {kind_of(block_list[0])}
     for index, (block, call) in enumerate(zip(block_list, calls, strict=True)):
         shared = [leaf for leaf in torch.utils._pytree.tree_leaves(call.kwargs) if isinstance(leaf, UserDict)]
         if kind_of(block) not in seen or shared:

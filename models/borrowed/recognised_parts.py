@@ -292,11 +292,12 @@ def _take_attention(
     unnumbered: dict[Any, bool] = {}
     for block, call, own in zip(blocks, calls, places, strict=True):
         if own and (kind := kind_of(block)) not in names:
-            attended, order = _observe(block, call, hidden)
+            seen = _observe_without_number(block, call, hidden)
+            unnumbered[kind] = seen is not None
+            attended, order = seen or _observe(block, call, hidden)
             for one in attended:
                 _compare_attention(one)
             names[kind] = _product_names(block, attended, order, hidden.shape[-1])
-            unnumbered[kind] = _runs_without_number(block, call, hidden)
     for block, own in zip(blocks, places, strict=True):
         if own and unnumbered[kind_of(block)]:
             take_numbers(block.children())
@@ -349,7 +350,10 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
     ]
     token = _observed().set(attended)
     try:
-        _run_without_memory(block, call, hidden)
+        with as_if_on("cpu"), no_memory():
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+            micro_batch = MicroBatch(ids, ids, ids, ids)
+            call.run(partial(call_without_memory, block, hidden.dtype), hidden, micro_batch)
     finally:
         _observed().reset(token)
         for handle in handles:
@@ -359,23 +363,19 @@ def _observe(block: nn.Module, call: BlockCall, hidden: Tensor) -> tuple[list[At
     return attended, order
 
 
-def _run_without_memory(block: nn.Module, call: BlockCall, hidden: Tensor) -> None:
-    with as_if_on("cpu"), no_memory():
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)
-        call.run(partial(call_without_memory, block, hidden.dtype), hidden, MicroBatch(ids, ids, ids, ids))
-
-
-def _runs_without_number(block: nn.Module, call: BlockCall, hidden: Tensor) -> bool:
+def _observe_without_number(
+    block: nn.Module, call: BlockCall, hidden: Tensor
+) -> tuple[list[AttentionCall], list[Use]] | None:
+    """Observe a block that has no number. Return None if it reads its number."""
     block = with_modules(block, {})
     numbers = take_numbers([block])
     try:
-        _run_without_memory(block, call, hidden)
+        return _observe(block, call, hidden)
     except TypeError:
-        return False
+        return None
     finally:
         for module, number in numbers:
             module.layer_idx = number
-    return True
 
 
 class Unread:
