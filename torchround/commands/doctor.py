@@ -69,8 +69,7 @@ def machine_facts() -> Iterator[tuple[str, str]]:
 def config_text(path: Path) -> str:
     try:
         options = parse_command_line(["--config", str(path)])
-        found = find_hardware(options.config.engine)
-        question = configured_question(options, found)
+        question = configured_question(options, find_hardware(options.config.engine))
         answer = report_plan(question)
     except (*MISTAKES, EngineError, RuntimeError) as error:
         reason, *_ = str(error).split("\n")  # after PyTorch's reasons follows advice to programmers
