@@ -272,8 +272,7 @@ class RunCheckpoints:
             return  # it is raised once the run has been saved
         if not self._team.is_alone and not isinstance(error, DataError):
             if self._team.rank == 0:
-                text = "the state is spread over %d machines, so what the fault left is not saved"
-                logger.warning(text, self._team.size)
+                logger.warning("the state is spread over %d machines, and is not saved", self._team.size)
             return
         # Checked before the step is read: a store that is consistent now stays so.
         if not store.is_consistent:
