@@ -153,6 +153,7 @@ MISTAKES = {
         "--lora.base=auto",
     ),
     "DoRA": ("--lora.base=nf4", "--lora.dora=true"),
+    "experts of a dense model": ("--lora.base=nf4", "--lora.experts_by_need=true", "--engine.compile=false"),
     "an unknown format": ("--lora.base=int4",),
     "random weights": ("--model.hf_path=none", "--model.family=llama3", "--model.flavor=debug", "--lora.base=nf4"),
 }

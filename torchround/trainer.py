@@ -329,8 +329,7 @@ class Trainer:
 
         Raises `BadStepsError` or `CheckpointError`, the former after saving.
         """
-        bad = self._bad_steps.error
-        may_validate = is_over and not is_stopped and bad is None
+        may_validate = is_over and not is_stopped and self._bad_steps.error is None
         if may_validate and self.config.validation.interval_steps and self._under_way:
             self._validate(engine)
         self._report(leave=0)

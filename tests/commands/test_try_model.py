@@ -241,7 +241,7 @@ MISTAKES = {
     "an empty file to score": ((*TOY, "--perplexity", "empty.txt"), "empty"),
     "a missing file to score": ((*TOY, "--perplexity", "none.txt"), "none.txt"),
     "another content": ((*TOY, "--perplexity", "texts.jsonl", "--content=prose"), "data.sources[0].content: given"),
-    "no chat template": ((*TOY, "--chat", *ASKED), "no chat template"),
+    "no chat template": ((*TOY, "--chat", *ASKED), "no chat template beside it, which conversations need"),
     "no tokenizer": (("--model", "untold", *ASKED), "no tokenizer.json"),
     "devices that are not here": ((*TOY, "--engine.devices=gpu", *ASKED), "no such kind"),
     "a key that is not there": ((*TOY, "--engine.device=cpu", *ASKED), "nearest: devices"),

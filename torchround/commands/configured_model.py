@@ -79,7 +79,11 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     excluded = {"path", "map_base", "base", "base_cache", "experts_by_need"}
     shape = LoraShape(**options.config.lora.model_dump(exclude=excluded))
     add_adapters(model, family.module_names(config), shape)
-    return _packed(options, family, config, model)
+    model = _packed(options, family, config, model)
+    if options.config.lora.experts_by_need is True and not any(p.by_matrix for p in model.packed.values()):
+        text = 'given true, but lora.base packs no experts of this model one by one; legal: "auto" or false'
+        raise options.error("lora.experts_by_need", text)
+    return model
 
 
 def _packed(options: Options, family: ModelFamily, config: Any, model: LayeredModel) -> LayeredModel:

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 def look() -> None:
     for name, text in machine_facts():
         say(f"{name:<{NAME_WIDTH}}{text}")
-    say("\nconfigs, planned for these devices and the memory that is free now")
+    say("\nconfigs, planned for the devices and memory that are free now (train --dry-run says what helps)")
     # The clone that this package is in has configs; an installed package has none.
     for config in sorted((Path(__file__).parents[2] / "configs").glob("*.toml")):
         say(f"{config.name:<{NAME_WIDTH}}{config_text(config)}")
@@ -51,7 +51,8 @@ def machine_facts() -> Iterator[tuple[str, str]]:
     total = size_text(psutil.virtual_memory().total)
     yield "host memory", f"{size_text(available_host_bytes())} available of {total}"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    yield "memlock", f"{'no limit' if locked == resource.RLIM_INFINITY else size_text(locked)} (ulimit -l)"
+    hint = " (ulimit -l raises it, if a run warns that host memory stays pageable)"
+    yield "memlock", "no limit" if locked == resource.RLIM_INFINITY else size_text(locked) + hint
     try:
         found, kind = find_hardware(EngineTable()), present_kind()
         if kind is None:
@@ -69,8 +70,7 @@ def machine_facts() -> Iterator[tuple[str, str]]:
 def config_text(path: Path) -> str:
     try:
         options = parse_command_line(["--config", str(path)])
-        found = find_hardware(options.config.engine)
-        question = configured_question(options, found)
+        question = configured_question(options, find_hardware(options.config.engine))
         answer = report_plan(question)
     except (*MISTAKES, EngineError, RuntimeError) as error:
         reason, *_ = str(error).split("\n")  # after PyTorch's reasons follows advice to programmers

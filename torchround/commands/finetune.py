@@ -42,7 +42,6 @@ from torchround.data.reading_order import DocumentPiece
 from torchround.data.tokenising import tokenise
 from torchround.planning.memory import size_text
 from torchround.planning.plan_report import fits
-from torchround.planning.planner import InfeasiblePlanError
 from torchround.run.hardware import find_hardware
 from torchround.run.run_folder import require_room
 from torchround.run.several_machines import joined_machines
@@ -50,7 +49,6 @@ from torchround.untrusted.regular_file import write_whole
 from torchround.untrusted.terminal import say
 
 FILE = "finetune.toml"
-RANK = 16  # of the adapters that a message proposes
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SAMPLED = 1000  # documents whose tokens are counted
@@ -96,16 +94,7 @@ def finetune(given: argparse.Namespace, overrides: Sequence[str]) -> int:
         deterministic_operations(options.config.training.deterministic),
         joined_machines(os.environ, options.config) as machines,
     ):
-        try:
-            parts = build_parts(options, machines)
-        except InfeasiblePlanError as error:
-            advice, config = "", options.config
-            if not config.lora.rank:
-                lora = config.lora.model_copy(update={"rank": RANK})
-                smaller = replace(options, config=config.model_copy(update={"lora": lora}))
-                if fits(configured_question(smaller, find_hardware(config.engine))):
-                    advice = f"\n  with --lora {RANK}: fits"
-            raise InfeasiblePlanError(f"{error}{advice}", error.least) from error
+        parts = build_parts(options, machines)
         if text is not None and machines.is_first:
             require_room(parts.folder, parts.question)
             folder.mkdir(parents=True, exist_ok=True)

@@ -62,13 +62,11 @@ def main(arguments: Sequence[str]) -> int:
         loader.close()
         if not positions:
             return
-        print(
-            f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
-        )
+        shares = f"{tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
+        print(f"--- {positions} positions: {shares}")
         if packs_whole_documents(config.data):
-            print(
-                f"--- {loader.num_long_documents()} documents longer than a sequence: {config.data.long_documents}"
-            )
+            handled = f"longer than a sequence: {config.data.long_documents}"
+            print(f"--- {loader.num_long_documents()} documents {handled}")
 
     return end_with_message(inspect, (*MISTAKES, DataError))
 

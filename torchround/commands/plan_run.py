@@ -8,6 +8,7 @@ follow, as for train.py: `--training.seq_len 8192`. Nothing is allocated.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -29,6 +30,7 @@ from torchround.run.numbers import run_question
 from torchround.untrusted.terminal import say
 
 MOST_ADVICE = 3
+RANK = 16  # of the adapters that a message proposes
 SHORT = {
     "--device": "machines.card",
     "--num-devices": "engine.num_devices",
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine = planned_hardware(options)
         with deterministic_operations(options.config.training.deterministic):
             answer = plan_report.report_plan(configured_question(options, machine))
-            show_plan(machine, answer)
+            show_plan(machine, answer, options)
         return 0 if answer.plan is not None else 1
 
     return end_with_message(plan, MISTAKES)
@@ -92,7 +94,7 @@ def planned_hardware(options: Options) -> Hardware:
     )
 
 
-def show_plan(machine: Hardware, answer: plan_report.PlanReport) -> None:
+def show_plan(machine: Hardware, answer: plan_report.PlanReport, options: Options) -> None:
     """Print the report, and what would make a run fit that does not. `train.py --dry-run` prints it here too."""
     if machine.spec is not None and machine.device_bytes is not None:
         host = "no limit was given" if machine.host_bytes is None else gib_text(machine.host_bytes)
@@ -101,28 +103,35 @@ def show_plan(machine: Hardware, answer: plan_report.PlanReport) -> None:
     for line in filter(None, report_lines(answer)):
         say(line)
     if answer.plan is None:
-        say("\n".join(advice(answer.question)))
+        say("\n".join(advice(answer.question, options, machine)))
 
 
-def plan_with_advice(question: RunQuestion) -> Plan:
+def plan_with_advice(question: RunQuestion, options: Options, machine: Hardware) -> Plan:
     """Plan a run. Raises `InfeasiblePlanError` with the changes that would help."""
     try:
         return plan_report.plan_for(question)
     except InfeasiblePlanError as error:
         if error.least is None:
             raise  # keys that contradict each other, not memory
-        raise InfeasiblePlanError("\n".join([str(error), *advice(question)]), error.least) from error
+        changes = advice(question, options, machine)
+        raise InfeasiblePlanError("\n".join([str(error), *changes]), error.least) from error
 
 
-def advice(question: RunQuestion) -> Iterator[str]:
-    """Yield the changes that help a run most that does not fit: those that change least come first."""
+def advice(question: RunQuestion, options: Options, machine: Hardware) -> Iterator[str]:
+    """Yield the changes that help a run most that does not fit: those that change least come first, adapters last."""
     settings = list(islice(plan_report.changes_that_fit(question), MOST_ADVICE))
-    yield from (f"  with {setting}: fits" for setting in settings)
     if not settings:
         yield (
             "  no other plan makes it fit; adapters on a packed base (lora.rank, lora.base) need less, and "
             "--machines.planned N says whether N machines would do"
         )
+    if not options.config.lora.rank:
+        lora = options.config.lora.model_copy(update={"rank": RANK})
+        smaller = replace(options, config=options.config.model_copy(update={"lora": lora}))
+        with suppress(*MISTAKES):  # a model may have none of the layers that get adapters
+            if plan_report.fits(replace(configured_question(smaller, machine), machines=question.machines)):
+                settings[MOST_ADVICE - 1 :] = [f"lora.rank = {RANK} (adapters; finetune: --lora {RANK})"]
+    yield from (f"  with {setting}: fits" for setting in settings)
 
 
 def report_lines(report: plan_report.PlanReport) -> Iterator[str]:
@@ -157,8 +166,9 @@ def report_lines(report: plan_report.PlanReport) -> Iterator[str]:
             most = f"at most {question.num_micro_batches} on each"
             yield f"{count} machines share each step of {question.step_micro_batches} micro-batches, {most}"
             yield exchange_text(question, plan)
-    longest, batch = plan_report.longest_tokens(question), question.num_devices * question.machines.count
-    yield f"longest sequence that fits with a batch of {batch}, one per micro-batch: {longest:,} tokens (predicted)"
+    batch = question.num_devices * question.machines.count
+    if longest := plan_report.longest_tokens(question):
+        yield f"longest sequence that fits with a batch of {batch}, one per micro-batch: {longest:,} tokens (predicted)"
 
 
 def planned_machines(table: MachinesTable) -> PlannedMachines:

@@ -76,9 +76,8 @@ def build_parts(options: Options, machines: RunMachines) -> RunParts:
     planned = ONE_MACHINE
     if machines.group is not None:  # all measure the network, for about half a second
         planned = PlannedMachines(machines.size, measure_rate(machines.group))
-    parts = machines.same_mistakes(
-        lambda: build(options, machines, planned), MISTAKES, "what each machine found at the start"
-    )
+    what = "what each machine found at the start"
+    parts = machines.same_mistakes(lambda: build(options, machines, planned), MISTAKES, what)
     machines.require_same(parts.identity)
     rule = machines.agree("start", [parts.plan.rounds, parts.plan.stale_layers], "rounds and stale layers")[0]
 
@@ -133,7 +132,7 @@ def build(
     loading = partial(loader_bytes, config.data)
     question = run_question(model, config, hardware, mapped, planned, loading)
     question = with_kept_choices(question, config, folder)
-    plan = plan_run.plan_with_advice(question)
+    plan = plan_run.plan_with_advice(question, options, hardware)
     if question.mode.updates_by_layer:
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, batches = build_loaders(options, tokenizer)
@@ -189,7 +188,7 @@ def dry_run(options: Options) -> int:
     parts = build(options, RunMachines(), plan_run.planned_machines(config.machines), named)
     if named is not None:
         say("planned for the machine that the config names (--machines.card none: for this one)")
-    plan_run.show_plan(parts.hardware, report_plan(parts.question))
+    plan_run.show_plan(parts.hardware, report_plan(parts.question), options)
     if parts.pretrained is not None and (text := parts.pretrained.carried_text()):
         say(f"not trained: {text}")
     say(f"disk: {disk_text(parts.folder, parts.question)}")

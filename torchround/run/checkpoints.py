@@ -38,6 +38,7 @@ from torchround.engine.saver import Save
 from torchround.engine.store.bundles import OLDER_WEIGHTS
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import MachineError
+from torchround.optim.lr_schedule import LRSchedule
 from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.run_folder import RunError, RunFolder
@@ -147,15 +148,13 @@ class RunCheckpoints:
             stale_layers = state["stale_layers"] if store.mode.updates_by_layer else 0
             # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
             older = (b.older_views(store.step, lags=b.layers[0] < stale_layers) for b in store.trained)
-            holds_older_weights = all(
-                name in loaded.filled for names in older for name in names if name in views
-            )
+            holds_older = all(name in loaded.filled for names in older for name in names if name in views)
             store.resume(
                 loaded.step,
                 state["applied_updates"],
                 state["loss_scale"],
                 state.get("spikes"),
-                holds_older_weights,
+                holds_older,
                 state.get("prediction"),
                 stale_layers,
             )
@@ -273,8 +272,7 @@ class RunCheckpoints:
             return  # it is raised once the run has been saved
         if not self._team.is_alone and not isinstance(error, DataError):
             if self._team.rank == 0:
-                text = "the state is spread over %d machines, so what the fault left is not saved"
-                logger.warning(text, self._team.size)
+                logger.warning("the state is spread over %d machines, and is not saved", self._team.size)
             return
         # Checked before the step is read: a store that is consistent now stays so.
         if not store.is_consistent:
@@ -354,18 +352,13 @@ def check_start(config: Config, checkpointer: Checkpointer) -> None:
         return
     resumes = path != start or config.checkpoint.load == "all"
     if differing := changes(state, config, MODEL_KEYS):
-        advice = ". Resume with the former model, or give the run a name of its own (--run.name NAME)"
-        text = f"{path} is of another model ({', '.join(differing)})"
-        raise RunError(f"{text}{advice}" if resumes else text)
+        advice = ". Resume with the former model, or give this run another name (--run.name NAME)" * resumes
+        raise RunError(f"{path} is of another model ({', '.join(differing)}){advice}")
     is_reloaded = config.lora.map_base or config.lora.base != "bf16"
     if not resumes and is_reloaded and (differing := changes(state, config, ("model.hf_path",))):
-        logger.warning(
-            "%s holds adapters alone, which this run puts on another base (%s)", path, ", ".join(differing)
-        )
+        logger.warning("%s holds adapters alone, used on another base (%s)", path, ", ".join(differing))
     if resumes and (differing := changes(state, config, ("optimizer.name",))):
-        raise RunError(
-            f"{path} holds the state of another optimizer ({', '.join(differing)}). {_ways_out(path)}"
-        )
+        raise RunError(f"{path} holds another optimizer's state ({', '.join(differing)}). {_ways_out(path)}")
 
 
 def first_state(
@@ -391,7 +384,18 @@ def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config, *more:
     """Warn of settings that differ from the checkpoint's, and of other values that it has for keys that are constants now."""
     if changed := changes(state, config, (*LOSS_KEYS, *more, *GONE_KEYS)):
         message = f"{path} was made with other settings; from now on {', '.join(changed)}"
-        logger.warning("%s", terminal_safe(message))
+        logger.warning("%s", terminal_safe(message + _rate_change(state, config)))
+
+
+def _rate_change(state: Mapping[str, Any], config: Config) -> str:
+    """Say how another `training.steps` than the state's changes the next step's learning rate; empty if it does not."""
+    step, before, last = state.get("step"), state["config"].get("training"), config.training.num_steps
+    steps = before.get("steps") if isinstance(before, dict) else None
+    if not (type(step) is type(steps) is int and 0 <= step < last and steps > 0):
+        return ""
+    old, new = (LRSchedule(config.lr_schedule, config.optimizer.lr, each)(step) for each in (steps, last))
+    text = f"; training.steps changes the next step's learning rate from {old:.4g} to {new:.4g}"
+    return "" if old == new else f'{text}, and lr_schedule.decay = "none" holds it at optimizer.lr'
 
 
 def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> list[str]:

@@ -55,9 +55,7 @@ class Hardware:
             return [CpuDevice(index, self.device_bytes) for index in range(self.num_devices)]
         kind = kind_of(self.kind)
         if not kind.locks_pages:
-            text = (
-                "%s devices cannot page-lock host memory that exists, so copies do not overlap with compute"
-            )
+            text = "%s devices cannot page-lock existing host memory, so copies do not overlap with compute"
             logger.warning(text, self.kind)
         num_cards = kind.count()
         shared = self.num_devices > num_cards

@@ -316,9 +316,8 @@ def with_job(layer: LayerCost, shapes: Sequence[Sequence[int]], device: DeviceSp
     """
     if not shapes:
         return layer
-    card = CardRates.of(
-        device, update_costs.JOB_DTYPE if update_costs.JOB_DTYPE in device.peak_flops else dtype
-    )
+    is_known = update_costs.JOB_DTYPE in device.peak_flops
+    card = CardRates.of(device, update_costs.JOB_DTYPE if is_known else dtype)
     return replace(
         layer,
         job_s=card.product_s(sum(update_costs.newton_schulz_flops(shape, STEPS) for shape in shapes)),

@@ -36,7 +36,7 @@ class ChatTemplate:
         source = tokenizer.template
         if source.text is None:
             raise TokenizerError(
-                f"a source holds conversations, but tokenizer {tokenizer.name!r} has no chat template beside it; give "
+                f"tokenizer {tokenizer.name!r} has no chat template beside it, which conversations need; give "
                 "tokenizer.chat_template (docs/data.md has a short one)"
             )
         where = f"chat template {source.file or ''}".rstrip()
