@@ -352,8 +352,8 @@ def check_start(config: Config, checkpointer: Checkpointer) -> None:
         return
     resumes = path != start or config.checkpoint.load == "all"
     if differing := changes(state, config, MODEL_KEYS):
-        advice = ". Resume with the former model, or give this run another name (--run.name NAME)" * resumes
-        raise RunError(f"{path} is of another model ({', '.join(differing)}){advice}")
+        advice = ". Resume with the former model, or give this run another name (--run.name NAME)"
+        raise RunError(f"{path} is of another model ({', '.join(differing)}){advice if resumes else ''}")
     is_reloaded = config.lora.map_base or config.lora.base != "bf16"
     if not resumes and is_reloaded and (differing := changes(state, config, ("model.hf_path",))):
         logger.warning("%s holds adapters alone, used on another base (%s)", path, ", ".join(differing))

@@ -134,7 +134,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise RunError(f"run.folder: {self.path} cannot be locked: {error}") from error
-            logger.warning("%s cannot be locked (%s); nothing stops a second process", self.path, error)
+            logger.warning("%s cannot be locked (%s): a second process could write there", self.path, error)
         # For the message of a second process, and for machines that look if they see this folder. The lock is the kernel's.
         os.truncate(self._lock, 0)
         holder = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})\n"
