@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from tests.models.conftest import borrowed_models
 from tests.support import toy_texts
 from tests.support.borrowed_toys import toy_model
 from tests.support.small_decoders import packed_decoder, write_base
@@ -22,6 +23,7 @@ from torchround.models.common.feed_forward import MoEShape
 from torchround.planning.partition import Partition
 from torchround.planning.update_modes import ASYNC_PREDICT
 
+__all__ = ["borrowed_models"]
 OWN = list(toy_texts.OWN)
 MAX_TOKENS = 8
 

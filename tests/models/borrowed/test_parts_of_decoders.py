@@ -37,6 +37,7 @@ def test_a_buffer_that_files_hold_is_a_frozen_parameter():
     assert made.layers.own_dtypes[name] == torch.float32
 
 
+@pytest.mark.usefixtures("cut_anew")
 def test_a_model_is_cut_once_for_its_layers_and_all_its_names(monkeypatch):
     cuts = []
     monkeypatch.setattr(

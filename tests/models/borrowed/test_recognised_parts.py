@@ -57,6 +57,13 @@ def bound(model, tools, dtype):
     return model
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _first_cuts(tools):
+    """The first test sees what is said when a model is cut."""
+    tools.CUT_MODELS.clear()
+    recognised_parts._warn_once.cache_clear()
+
+
 @pytest.fixture
 def batch(tools):
     return with_dropout(tools.micro_batch([[9, 15], [TOKENS]], 50))
@@ -148,6 +155,7 @@ def test_attention_by_offsets_scales_and_takes_narrow_values_as_that_under_a_mas
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # sums of up to 24 terms in another order
 
 
+@pytest.mark.usefixtures("cut_anew")
 @pytest.mark.parametrize(
     ("part", "function", "model_type"), [("attention", "attend", "mistral"), ("experts", "combine", "qwen3_moe")]
 )
@@ -166,6 +174,7 @@ def test_a_part_that_computes_something_else_stays_with_transformers_which_a_war
     compare(pair)
 
 
+@pytest.mark.usefixtures("cut_anew")
 @pytest.mark.parametrize("model_type", ["gemma2", "llama4_text", "gpt_neox"])
 def test_rules_that_attention_of_ours_lacks_are_left_to_transformers(model_type, caplog, tools):
     recognised_parts._warn_once.cache_clear()
