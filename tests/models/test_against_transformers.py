@@ -126,7 +126,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(name, tools):
     ours = tools.materialise(pair.build(), torch.bfloat16)
     tools.load_hf_weights(ours, pair.names, theirs)
     logits, gradients = [], []
-    for seed in range(4):
+    for seed in range(2):
         batch = tools.micro_batch([[13, 1, 10], [24]], VOCAB, seed=seed)
         with torch.no_grad():
             exact = document_logits(pair.theirs, batch)

@@ -73,7 +73,14 @@ def an_input(dtype):
     return torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(4)).to(dtype)
 
 
-@pytest.mark.parametrize("model_type", RECOGNISED)
+# Others have what one of these has: a window, a gate, experts.
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(kind, marks=[pytest.mark.releases] * (kind in ("mistral", "glm4", "glm4_moe", "qwen3_5_text")))
+        for kind in RECOGNISED
+    ],
+)
 def test_a_recognised_model_makes_no_masks_and_says_nothing(model_type, batch, caplog):
     blocks = build(model_type).layers[1:-1]
     calls = blocks[0].shell.calls(an_input(F32), batch.positions)
@@ -86,8 +93,9 @@ def test_a_recognised_model_makes_no_masks_and_says_nothing(model_type, batch, c
 
 
 CASES = [
-    *(("llama", DENSE, F32), ("gemma3_text", (), BF16), ("deepseek_v3", (), BF16), ("qwen3_next", (), F32)),
-    *(("glm4_moe", ("q_proj", "down_proj"), F32), ("phi3", (), BF16)),
+    *(("llama", DENSE, F32), ("deepseek_v3", (), BF16), ("qwen3_next", (), F32), ("phi3", (), BF16)),
+    pytest.param("gemma3_text", (), BF16, marks=pytest.mark.releases),
+    pytest.param("glm4_moe", ("q_proj", "down_proj"), F32, marks=pytest.mark.releases),
 ]
 
 
@@ -132,8 +140,7 @@ def test_kept_results_of_a_llama_save_what_those_of_our_own_save():
 
 
 def test_linear_attention_keeps_nothing():
-    blocks = build("qwen3_next").layers[1:3]
-    assert [bool(block.work(1, TOKENS, 4).keepable) for block in blocks] == [False, True]
+    assert not build("qwen3_next").layers[1].work(1, 1, 4).keepable
 
 
 @pytest.mark.parametrize(("window", "channels", "scale"), [(None, 4, 0.3), (3, 8, None), (4, 6, 0.5)])
