@@ -95,7 +95,9 @@ class RunParts:
         peaks = self.machines.agree("start", [peak, len(devices)], "the devices of all machines")
         is_known = all(each is not None for each, _ in peaks)
         all_flops_per_s = float(sum(each * count for each, count in peaks)) if is_known else None
-        counted = flops_per_token(self.model, training.seq_len, DTYPES[training.dtype].itemsize)
+        element_bytes = DTYPES[training.dtype].itemsize
+        # Without a known peak nothing asks for it, and to count a borrowed model takes up to seconds.
+        counted = flops_per_token(self.model, training.seq_len, element_bytes) if is_known else 0.0
         return StepMeter(devices, counted, all_flops_per_s, skipped_steps)
 
 

@@ -9,7 +9,7 @@ from tests.support.toy_decoders import VOCAB
 from tests.support.transformers_loop import make_pair, store_of
 from torchround.planning.partition import Partition
 
-BLOCKS, DEVICES, MICRO_BATCHES = 4, 8, 8
+BLOCKS, DEVICES, MICRO_BATCHES = 3, 8, 8
 
 
 @pytest.fixture(autouse=True)
