@@ -23,7 +23,8 @@ def own(name, flavor, targets=(), **fields):
 
 
 def borrowed(model_type, layer_types=None):
-    wide = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24, "vocab_size": 2048, "num_hidden_layers": 2}
+    wide = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24, "vocab_size": 2048}
+    wide |= {"num_hidden_layers": len(layer_types or ["one"])}
     content = toy_config(model_type, **wide, layer_types=layer_types).to_dict()
     return FAMILIES["transformers"].build(FAMILIES["transformers"].config_from_hf(content))
 
@@ -130,7 +131,9 @@ def kept_bytes(layer, hidden, batch):
         # Plain attention; a capped loss; experts; documents one by one.
         pytest.param(borrowed, ("qwen2",), BF16, [[64, 64]] * 2, 0.5, marks=NIGHT),
         (borrowed, ("qwen3_moe",), BF16, [[64, 64]] * 2, 0.5),
-        pytest.param(borrowed, ("gemma2",), F32, [[64, 64]] * 2, 0.5, marks=NIGHT),
+        pytest.param(
+            borrowed, ("gemma2", ["sliding_attention", "full_attention"]), F32, [[64, 64]] * 2, 0.5, marks=NIGHT
+        ),
         (borrowed, ("lfm2", ["conv", "full_attention"]), F32, [[64, 64]] * 2, 0.5),
     ],
 )
