@@ -33,6 +33,9 @@ RECOGNISED = {
     "qwen3_5_text": {},
     "phi3": {},
 }
+# Four have a window, a gate or experts that another has too.
+MORE = ("mistral", "glm4", "glm4_moe", "qwen3_5_text")
+EACH = [pytest.param(kind, marks=[pytest.mark.releases] * (kind in MORE)) for kind in RECOGNISED]
 TOKENS = 24
 
 
@@ -73,14 +76,7 @@ def an_input(dtype):
     return torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(4)).to(dtype)
 
 
-# Others have what one of these has: a window, a gate, experts.
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(kind, marks=[pytest.mark.releases] * (kind in ("mistral", "glm4", "glm4_moe", "qwen3_5_text")))
-        for kind in RECOGNISED
-    ],
-)
+@pytest.mark.parametrize("model_type", EACH)
 def test_a_recognised_model_makes_no_masks_and_says_nothing(model_type, batch, caplog):
     blocks = build(model_type).layers[1:-1]
     calls = blocks[0].shell.calls(an_input(F32), batch.positions)
