@@ -115,7 +115,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_its_export_is_wh
     assert content["model_type"] == kind and content["eos_token_id"] == 257  # of the tokenizer
     assert (target / "generation_config.json").is_file() and (target / "tokenizer.json").is_file()
     idle = ("--training.steps=1", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0.0", "--checkpoint.export=weights")
-    assert run("again", f"--model.hf_path={target}", *idle) == 0
+    assert run("again", *settings, f"--model.hf_path={target}", *idle) == 0
     after = load_file(folder / "outputs" / "again" / "export" / checkpoint_name(1) / SINGLE)
     assert all(torch.equal(after[name], theirs[name]) for name in theirs)
 

@@ -113,7 +113,11 @@ def test_a_sequence_longer_than_the_models_positions_is_a_warning(folder, caplog
     assert not any("positions" in text for text in caplog.messages)
 
 
-def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
+def test_a_complete_run_is_exported_by_the_command_or_when_the_key_is_set_later(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    [checkpoint] = (folder / "outputs" / "small" / "checkpoints").iterdir()
+    assert export_hf.main([str(checkpoint), "new", "--config=outputs/small/config.toml"]) == 0
+    assert (folder / "new" / "config.json").is_file() and not exported(folder).exists()
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
     released = load_file(folder / "release" / "model.safetensors")
     tensors = load_file(exported(folder) / "model.safetensors")
@@ -123,15 +127,6 @@ def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
     capsys.readouterr()
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
     assert "nothing to do" in capsys.readouterr().out  # nor is it written again
-
-
-def test_a_complete_run_is_exported_by_the_command_or_when_the_key_is_set_later(folder):
-    assert train.main(["--config", "small.toml"]) == 0
-    [checkpoint] = (folder / "outputs" / "small" / "checkpoints").iterdir()
-    assert export_hf.main([str(checkpoint), "new", "--config=outputs/small/config.toml"]) == 0
-    assert (folder / "new" / "config.json").is_file() and not exported(folder).exists()
-    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
-    assert (exported(folder) / "config.json").is_file()
 
 
 def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(folder, capsys):

@@ -93,10 +93,10 @@ class RunParts:
         training, spec = self.config.training, self.hardware.spec
         peak = None if spec is None else spec.flops_per_s(training.dtype, training.fp16_accumulation)
         peaks = self.machines.agree("start", [peak, len(devices)], "the devices of all machines")
-        is_known = all(each is not None for each, _ in peaks)
-        all_flops_per_s = float(sum(each * count for each, count in peaks)) if is_known else None
+        if any(each is None for each, _ in peaks):  # nothing asks for FLOPs, which are slow to count
+            return StepMeter(devices, 0.0, None, skipped_steps)
         counted = flops_per_token(self.model, training.seq_len, DTYPES[training.dtype].itemsize)
-        return StepMeter(devices, counted, all_flops_per_s, skipped_steps)
+        return StepMeter(devices, counted, float(sum(each * count for each, count in peaks)), skipped_steps)
 
 
 @dataclass(frozen=True)

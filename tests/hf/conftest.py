@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.models.conftest import tools
+from tests.models.conftest import borrowed_models, tools
 from tests.support.toy_decoders import toy_decoder
 from torchround.models import FAMILIES
 
-__all__ = ["tools"]  # the fixture of the model tests
+__all__ = ["borrowed_models", "tools"]  # fixtures of the model tests
 
 SHAPE = {"vocab_size": 61, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}

@@ -74,18 +74,6 @@ def test_training_is_bitwise_that_of_a_copied_base(kind, releases, tools):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_the_sources_of_an_upload_put_every_element_in_its_place(releases):
-    release = releases("qwen3 moe")
-    _, store, _ = opened(release, mapped=True)
-    copied = opened(release, mapped=False)[1].weights()
-    (bundle,) = (bundle for bundle in store.bundles if bundle.mapped and bundle.layers == (1,))
-    whole = torch.zeros(bundle.numel, dtype=BF16)
-    for start, memory in bundle.sources(0):
-        whole[start : start + memory.numel()] = memory
-    for parameter in bundle.parameters:
-        assert torch.equal(parameter.view(whole), copied[parameter.name])
-
-
 def test_what_does_not_lie_in_the_file_as_it_is_used_is_copied(hf, tmp_path):
     release = hf.release("llama3", tmp_path)
     path = tmp_path / "model.safetensors"

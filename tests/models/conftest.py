@@ -16,6 +16,22 @@ def tools():
     return model_tools
 
 
+@pytest.fixture(scope="module", autouse=True)
+def borrowed_models():
+    """Cut and count each borrowed model once. A test that is about this uses `cut_anew`."""
+    with pytest.MonkeyPatch.context() as patch:
+        model_tools.know_borrowed_models(patch)
+        yield patch
+
+
+@pytest.fixture
+def cut_anew(borrowed_models):
+    """Let a test cut and count its models as the product does."""
+    borrowed_models.undo()
+    yield
+    model_tools.know_borrowed_models(borrowed_models)
+
+
 @pytest.fixture
 def fused(monkeypatch):
     """Let layers take an accelerator's way on the CPU: one of a kind without Triton."""

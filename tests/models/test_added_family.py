@@ -17,7 +17,8 @@ from torchround.layer import LayerWork
 from torchround.planning.partition import Partition
 
 PAGE = "docs/models.md", "class SquaredReLU"
-MINE = ("--model.module=my_family", "--model.family=arcee", "--model.flavor=debug", "--engine.plan=none")
+PLAN = "--engine.plan={ forward = [4, 3], fused = 1, backward = [3, 4], rounds = 1 }"
+MINE = ("--model.module=my_family", "--model.family=arcee", "--model.flavor=debug", PLAN)
 
 
 @pytest.fixture

@@ -79,14 +79,6 @@ def test_logits_loss_and_gradients_of_packed_documents_equal_those_of_each_docum
     compare(pair)
 
 
-def test_names_are_those_of_the_tensors_that_transformers_writes(pair, tools):
-    released, stored = tools.released_tensors(pair.theirs), tools.stored_parameters(pair.ours)
-    assert pair.names.keys() == stored.keys()
-    assert sorted(tools.all_names(pair.names)) == sorted(released)
-    for name, parameter in stored.items():
-        assert parameter.shape == tools.gather(pair.names[name], released).shape, name
-
-
 # Tied scaled rotations, sinks, linear attention. The gradients of the other models are compared above.
 @pytest.mark.parametrize(
     "pair",
@@ -126,7 +118,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(name, tools):
     ours = tools.materialise(pair.build(), torch.bfloat16)
     tools.load_hf_weights(ours, pair.names, theirs)
     logits, gradients = [], []
-    for seed in range(4):
+    for seed in range(2):
         batch = tools.micro_batch([[13, 1, 10], [24]], VOCAB, seed=seed)
         with torch.no_grad():
             exact = document_logits(pair.theirs, batch)

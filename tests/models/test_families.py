@@ -119,16 +119,6 @@ def test_absent_optional_keys_have_the_format_s_defaults():
     assert config.rope == Rope(500000.0)
 
 
-def test_the_balance_penalty_is_on_where_the_file_asks_for_it():
-    config = QWEN3.config_from_hf(RELEASED["qwen3"] | {"output_router_logits": True})
-    assert config.moe.balance_coefficient == 0.001
-
-
-def test_windows_slide_in_every_other_block_from_the_first_on():
-    windows = [GPT_OSS.flavors["20B"].window_of(index) for index in range(4)]
-    assert windows == [128, None, 128, None]
-
-
 def test_yarn_frequencies_and_magnitude_equal_those_of_transformers():
     reference, rope = GptOssRotaryEmbedding(GptOssConfig(**UNQUANTISED)), GPT_OSS.flavors["20B"].rope
     found = inverse_frequencies(rope, 64, torch.device("cpu"))

@@ -16,15 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from tests.support.model_tools import know_borrowed_models
 from tests.support.processes import ROOT, start_program
-from torchround.accelerators import kind_of
 from torchround.checkpoint import Checkpointer, checkpoint_name
 from torchround.commands import configured_model
 from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.models import FAMILIES
-from torchround.models.borrowed import borrowed_layers, shell
-from torchround.models.borrowed.counted_work import count_layer
 from torchround.observe import run_page
 from torchround.optim.split_weights import join
 from torchround.planning import plan_report
@@ -119,27 +117,18 @@ def small_family():
     return replace(family, flavors={"untied": untied, "tied": replace(untied, tied_embeddings=True)})
 
 
-def counted_once(layer, *sizes, counted={}, **options):  # noqa: B006  (kept on purpose)
-    """Count a borrowed layer's work, at most once for layers of one kind and config: runs of one toy ask again and again."""
-    config = layer.initialiser.__self__.config.to_json_string(use_diff=False)
-    key = type(layer), config, shell.kind_of(layer.core), kind_of("meta"), sizes, *options.items()
-    if key not in counted:
-        counted[key] = count_layer(layer, *sizes, **options)
-    return counted[key]
-
-
 @contextmanager
 def working_in(folder):
     """Enter a folder that runs work in, with the family `small`. Threads stay as many.
 
-    Runs draw no pictures. A dry run finds the longest sequence of up to 64 tokens: of a borrowed model, each length is traced,
-    once for all runs of this process.
+    Runs draw no pictures, and a borrowed model is cut once for all runs of this process. A dry run finds the longest sequence
+    of up to 64 tokens: of a borrowed model, each length is traced, once too.
     """
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         use_family(patch, "small", small_family())
         draw_no_pictures(patch)
-        patch.setattr(borrowed_layers, "count_layer", counted_once)
+        know_borrowed_models(patch)
         patch.setattr(plan_report, "LENGTH_STEP", 64)
         patch.setattr(plan_report, "LONGEST_LENGTH", 64)
         patch.chdir(folder)

@@ -45,7 +45,7 @@ def make_pair(tools, model_type, family_name="transformers", **overrides):
 def pair_of(tools, theirs, family_name="transformers"):
     family = FAMILIES[family_name]
     config = family.config_from_hf(theirs.config.to_dict())
-    names, ours = family.hf_names(config), tools.materialise(family.build(config))
+    ours, names = tools.materialise(family.build(config)), family.hf_names(config)
     with suppress(ModelConfigError):  # its files join tensors in a way that is not read in place
         names = family.names_in_folder(config, tools.released_tensors(theirs)).names
     tools.load_hf_weights(ours, names, theirs)

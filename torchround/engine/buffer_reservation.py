@@ -56,7 +56,7 @@ class ValueSizes:
             work = getattr(self._model.layers[cut - 1], "work", None)
             if work is None or cut >= self.num_layers:  # the last layer's work is that of a loss
                 return 0
-            nbytes = aligned(work(*shape, self._element_bytes).boundary_bytes)
+            nbytes = aligned(work(*shape, self._element_bytes, self._kind).boundary_bytes)
             self._boundaries.setdefault((cut, shape), nbytes)
         return self._boundaries[cut, shape]
 

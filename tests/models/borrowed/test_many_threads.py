@@ -9,7 +9,7 @@ from tests.support.toy_decoders import VOCAB
 from tests.support.transformers_loop import make_pair, store_of
 from torchround.planning.partition import Partition
 
-BLOCKS, DEVICES, MICRO_BATCHES = 4, 8, 8
+BLOCKS, DEVICES, MICRO_BATCHES = 3, 8, 8
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,8 @@ def _threads_take_turns_often():
     sys.setswitchinterval(usual)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("qwen2", marks=pytest.mark.nightly)])
-def test_eight_devices_give_the_bits_of_one(model_type, tools):
-    pair = make_pair(tools, model_type, num_hidden_layers=BLOCKS, layer_types=None)
+def test_eight_devices_give_the_bits_of_one(tools):
+    pair = make_pair(tools, "qwen3_moe", num_hidden_layers=BLOCKS, layer_types=None)
     # Other documents in each micro-batch: arguments of one must not reach another.
     steps = [[tools.micro_batch([[1 + i, 11 - i]], VOCAB, seed=i) for i in range(MICRO_BATCHES)]]
     found = []

@@ -158,7 +158,7 @@ def test_a_second_backward_is_refused(implementation):
 
 @pytest.mark.parametrize(("implementation", "dtype"), [(on_cpu, torch.bfloat16), (loss.token_loss_sum, torch.float32)])
 def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, limit, tools):
-    tokens, width, vocab = 1024, 16, 2048
+    tokens, width, vocab = 1024, 16, 512
     limit(CHUNK_BYTES=64 * 4 * vocab)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
