@@ -65,9 +65,7 @@ class DeviceWorker:
         layers = nn.ModuleList(setup.model.layers)
         # Each module has a dozen empty tables of hooks, on which `deepcopy` would spend half of its time.
         held = (value for module in layers.modules() for value in vars(module).values())
-        empty = {
-            id(value): type(value)() for value in held if type(value) in (OrderedDict, set) and not value
-        }
+        empty = {id(v): type(v)() for v in held if type(v) in (OrderedDict, set) and not v}
         self.skeletons = list(copy.deepcopy(layers, empty))
         self._store = setup.store
         self.board = setup.board
