@@ -146,7 +146,7 @@ def test_counted_flops_are_those_of_the_products_that_run(shape):
 
 @pytest.mark.usefixtures("narrow_bands")
 def test_a_piece_takes_no_more_memory_than_is_counted():
-    shape, norms = BANDED["experts"], 1024  # a few numbers for each matrix are not counted
+    shape, norms = (2, 262, 256), 1024  # a few numbers for each matrix are not counted
     given = torch.zeros(shape, dtype=torch.bfloat16)
     assert peak_of_tensors(lambda: iterated_batch(given)) <= scratch_bytes(shape) + norms
 
