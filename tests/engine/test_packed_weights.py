@@ -22,6 +22,7 @@ def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), targets=("q_p
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 MIXED = {"family": ("qwen3", "debug_moe"), "sizes": {"moe": MoEShape(3, 2, 128)}}
+ADAPTED = {"family": ("gpt_oss", "debug"), "targets": EXPERTS, "kept": "all"}
 MANY = {"moe": MoEShape(16, 1, 128)}
 ROWS = {
     "nf4": row_of("nf4", 1, 1, "each"),
@@ -29,16 +30,7 @@ ROWS = {
     "mxfp4, resumed": row_of("mxfp4", 3, 1, "forward", stopped=True, evaluates=True, rounds=2, batches=STEPS),
     "nf4, machines": row_of("nf4", 2, 2, "backward", recompute="layer"),
     "fp8, experts": row_of("fp8", 2, 1, "forward", **MIXED),
-    "mxfp4, adapted experts": row_of(
-        "mxfp4",
-        2,
-        1,
-        "each",
-        family=("gpt_oss", "debug"),
-        sizes={"moe": MoEShape(4, 2, 128)},
-        targets=EXPERTS,
-        kept="all",
-    ),
+    "mxfp4, adapted experts": row_of("mxfp4", 2, 1, "each", sizes={"moe": MoEShape(4, 2, 128)}, **ADAPTED),
     "nf4, experts by need": row_of(
         "nf4",
         2,
@@ -50,17 +42,7 @@ ROWS = {
         experts_by_need=True,
         evaluates=True,
     ),
-    "mxfp4, experts by need, kept": row_of(
-        "mxfp4",
-        3,
-        1,
-        "each",
-        family=("gpt_oss", "debug"),
-        sizes=MANY,
-        targets=EXPERTS,
-        kept="all",
-        experts_by_need=True,
-    ),
+    "mxfp4, experts by need, kept": row_of("mxfp4", 3, 1, "each", sizes=MANY, experts_by_need=True, **ADAPTED),
     "nf4, kept, bounded": row_of("nf4", 8, 1, "each", "bounded", clip="layer", kept="all", link="early"),
 }
 
