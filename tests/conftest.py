@@ -107,7 +107,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what is imported by now out of garbage collection: many tests collect, and transformers is large."""
+    _leave_out_of_collection()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _leave_out_of_collection()
+
+
+def _leave_out_of_collection() -> None:
+    """Let garbage collection pass over what is imported by now: many tests collect, and transformers is large."""
     gc.collect()
     gc.freeze()
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tests.support import engine_rows
-from tests.support.engine_rows import FAMILY_BLOCKS, Row, assert_same
+from tests.support.engine_rows import FAMILY_BLOCKS, STEPS, Row, assert_same
 from tests.support.small_decoders import packed_decoder, write_base
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.worker import transfers
@@ -15,29 +15,22 @@ from torchround.models.common.feed_forward import MoEShape
 
 
 def row_of(name, *arguments, family=("llama3", "debug"), sizes=(), targets=("q_proj", "up_proj"), **changes):
+    changes = {"batches": STEPS[:2]} | changes
     row = Row(*arguments, dtype="bf16", adapters=True, before=write_base, **changes)
     return replace(row, build=lambda: packed_decoder(name, family, targets, **dict(sizes)))
 
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 MIXED = {"family": ("qwen3", "debug_moe"), "sizes": {"moe": MoEShape(3, 2, 128)}}
+ADAPTED = {"family": ("gpt_oss", "debug"), "targets": EXPERTS, "kept": "all"}
 MANY = {"moe": MoEShape(16, 1, 128)}
 ROWS = {
     "nf4": row_of("nf4", 1, 1, "each"),
-    "fp8, one stage": row_of("fp8", 2, 1, "one", "async"),
-    "mxfp4, resumed": row_of("mxfp4", 3, 1, "forward", stopped=True, evaluates=True, rounds=2),
+    "fp8, one stage": row_of("fp8", 2, 1, "one", "async", batches=STEPS),
+    "mxfp4, resumed": row_of("mxfp4", 3, 1, "forward", stopped=True, evaluates=True, rounds=2, batches=STEPS),
     "nf4, machines": row_of("nf4", 2, 2, "backward", recompute="layer"),
     "fp8, experts": row_of("fp8", 2, 1, "forward", **MIXED),
-    "mxfp4, adapted experts": row_of(
-        "mxfp4",
-        2,
-        1,
-        "each",
-        family=("gpt_oss", "debug"),
-        sizes={"moe": MoEShape(4, 2, 128)},
-        targets=EXPERTS,
-        kept="all",
-    ),
+    "mxfp4, adapted experts": row_of("mxfp4", 2, 1, "each", sizes={"moe": MoEShape(4, 2, 128)}, **ADAPTED),
     "nf4, experts by need": row_of(
         "nf4",
         2,
@@ -49,17 +42,7 @@ ROWS = {
         experts_by_need=True,
         evaluates=True,
     ),
-    "mxfp4, experts by need, kept": row_of(
-        "mxfp4",
-        3,
-        1,
-        "each",
-        family=("gpt_oss", "debug"),
-        sizes=MANY,
-        targets=EXPERTS,
-        kept="all",
-        experts_by_need=True,
-    ),
+    "mxfp4, experts by need, kept": row_of("mxfp4", 3, 1, "each", sizes=MANY, experts_by_need=True, **ADAPTED),
     "nf4, kept, bounded": row_of("nf4", 8, 1, "each", "bounded", clip="layer", kept="all", link="early"),
 }
 

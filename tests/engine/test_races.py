@@ -144,7 +144,7 @@ RUNS = {
     # What these blocks send lies in a slot that the next upload but one overwrites.
     "passes": run(1, "each", build=passing_model),
     # Experts come up in the compute stream, while the weights of the next stage come up beside them.
-    "experts by need": PACKED_ROWS["nf4, experts by need"],
+    "experts by need": replace(PACKED_ROWS["nf4, experts by need"], batches=UNEVEN[:2]),
     "machines": machines(3, "sync"),
     "machines, async": machines(2, "async"),
     "machines, tied": tied(2, "sync", rounds=2, devices=3),

@@ -47,45 +47,37 @@ AXES = {
     "stopped": ("no", "stopped"),
     "compiled": ("no", "update", "layers"),
 }
-# A pairwise cover, drawn by `cover`. Without the rows of compiled runs it still meets every pair of the other axes.
+# A pairwise cover by few and small runs. Without the rows of compiled runs it still meets every pair of the other axes.
 TABLE = """
 devices  machines  cut       update   optimizer  dtype  gradient  clip   rounds  calls  kept   recompute  link   tied  experts  adapters  evaluates  stopped  compiled
-.        2         forward   .        .          bf16   .         .      .       .      all    .          early  tied  .        .         .          .        .
-.        2         .         .        adamw8     fp16   .         layer  2       .      upper  layer      .      tied  .        .         .          .        .
-2        2         forward   .        muon       fp16   .         layer  .       .      .      layer      .      tied  .        .         .          .        .
-3        2         each      .        muon       fp16   narrow    none   .       .      .      .          .      .     .        adapters  .          .        .
-8        3         backward  .        muon       bf16   .         layer  .       .      all    .          .      .     .        .         .          .        .
-3        .         backward  .        muon8      bf16   narrow    layer  2       .      upper  .          .      .     .        .         .          .        .
-8        .         each      .        muon8      bf16   .         .      .       .      .      .          .      .     .        .         .          .        .
-.        3         .         .        muon8      .      .         none   2       .      .      layer      .      .     experts  .         evaluates  .        .
-2        .         backward  .        torch      bf16   .         .      2       .      upper  .          .      tied  .        .         .          .        .
-3        .         each      .        torch      .      .         layer  .       2      upper  timed      .      tied  experts  .         .          stopped  .
-.        3         forward   async    .          fp16   .         .      .       .      all    timed      .      .     .        .         .          .        .
-2        3         each      async    adamw8     bf16   narrow    .      2       .      all    .          .      .     experts  adapters  evaluates  stopped  .
-.        .         each      async    muon       .      .         .      .       2      all    layer      .      tied  experts  adapters  evaluates  stopped  .
-3        3         .         async    muon       fp16   .         .      2       .      upper  timed      early  tied  .        .         evaluates  .        .
-2        .         forward   async    muon8      fp16   narrow    layer  2       2      .      .          early  .     .        .         .          .        .
-.        2         backward  async    muon8      fp16   .         .      .       .      all    timed      early  tied  experts  adapters  .          stopped  .
-.        .         forward   async    torch      bf16   .         none   .       .      all    .          .      .     .        .         .          .        .
-8        .         .         async    torch      fp16   narrow    layer  2       2      .      layer      early  .     .        adapters  evaluates  .        .
-8        .         .         predict  .          bf16   .         none   .       2      all    .          .      tied  .        .         .          .        .
-8        2         forward   predict  .          .      .         none   2       .      upper  timed      .      .     experts  adapters  evaluates  .        .
-8        3         each      predict  .          .      .         .      2       .      .      layer      early  .     .        .         .          .        .
-.        .         backward  predict  adamw8     .      .         layer  .       .      all    timed      early  .     .        .         .          .        .
-3        .         backward  predict  adamw8     bf16   narrow    layer  .       2      .      layer      .      tied  .        .         .          .        .
-2        3         .         predict  adamw8     fp16   .         none   .       .      .      timed      early  tied  .        .         .          stopped  .
-3        .         forward   bounded  .          bf16   narrow    layer  .       .      all    timed      .      .     experts  adapters  .          stopped  .
-.        .         .         bounded  adamw8     .      .         layer  2       .      all    timed      .      tied  .        .         .          .        .
-2        .         backward  bounded  adamw8     .      .         layer  2       .      upper  layer      .      tied  .        .         evaluates  .        .
-8        .         each      bounded  adamw8     bf16   .         none   2       .      .      .          early  tied  .        .         .          .        .
-2        .         each      stale    .          .      .         layer  .       .      .      timed      .      .     .        .         .          .        .
-3        .         forward   stale    .          .      .         none   .       .      .      timed      .      tied  .        .         .          .        .
-8        .         backward  stale    .          bf16   .         none   .       .      .      layer      .      tied  experts  .         .          stopped  .
-.        .         forward   stale    adamw8     .      narrow    layer  .       .      upper  .          early  .     .        adapters  evaluates  .        .
-2        2         forward   stale    adamw8     .      .         layer  2       2      .      timed      .      .     .        .         evaluates  .        .
-2        3         .         bounded  .          bf16   narrow    layer  .       2      upper  layer      early  .     experts  .         .          stopped  .
-8        3         each      stale    adamw8     bf16   .         none   .       .      upper  .          .      .     experts  .         evaluates  .        .
-.        2         each      bounded  adamw8     bf16   .         none   2       2      .      .          early  .     experts  .         evaluates  .        .
+.        .         .         .        .          fp16   .         .      2       2      upper  layer      .      .     .        .         .          .        .
+.        .         .         .        adamw8     .      .         none   .       .      all    .          .      .     .        .         .          .        .
+.        .         each      .        muon       .      narrow    .      .       .      all    timed      .      tied  experts  adapters  .          stopped  .
+8        3         backward  .        muon       bf16   .         layer  2       2      .      .          early  .     .        .         evaluates  .        .
+3        .         .         .        muon       fp16   .         none   2       .      upper  layer      early  tied  .        .         evaluates  .        .
+2        2         backward  .        muon8      bf16   .         .      2       .      upper  timed      early  .     .        .         .          stopped  .
+.        .         forward   .        torch      bf16   .         none   2       .      .      .          .      .     .        .         evaluates  .        .
+.        .         .         async    .          .      narrow    none   .       .      .      timed      early  .     .        .         evaluates  .        .
+.        .         backward  async    adamw8     fp16   narrow    .      .       .      .      layer      .      .     .        .         .          .        .
+2        2         forward   async    muon       .      narrow    none   .       2      upper  .          early  .     .        .         .          .        .
+.        3         forward   async    muon8      fp16   .         none   2       .      all    .          .      tied  experts  adapters  evaluates  .        .
+3        .         .         async    muon8      bf16   .         .      .       2      .      .          .      tied  .        .         .          .        .
+8        .         each      async    muon8      .      narrow    layer  2       .      .      layer      .      tied  .        .         .          .        .
+3        .         backward  async    torch      .      narrow    none   .       .      upper  layer      .      .     experts  adapters  .          .        .
+2        .         each      async    torch      fp16   narrow    layer  .       2      all    layer      .      tied  .        .         .          .        .
+8        .         .         async    torch      fp16   narrow    .      2       2      upper  timed      early  .     .        .         .          stopped  .
+2        2         each      predict  .          fp16   .         layer  2       .      upper  .          .      tied  .        .         .          .        .
+3        3         forward   predict  .          .      narrow    .      2       2      all    layer      early  .     .        .         evaluates  stopped  .
+.        .         backward  predict  adamw8     .      .         .      .       .      .      layer      early  tied  .        .         .          .        .
+8        2         .         predict  adamw8     bf16   narrow    none   .       2      .      timed      early  tied  experts  adapters  .          .        .
+.        .         forward   bounded  .          .      narrow    layer  .       .      upper  timed      .      .     experts  .         .          .        .
+3        2         each      bounded  .          bf16   .         none   .       .      all    layer      .      .     .        adapters  evaluates  .        .
+8        .         backward  bounded  .          bf16   narrow    layer  .       .      all    layer      early  tied  .        .         .          .        .
+2        3         .         bounded  adamw8     .      .         layer  2       2      .      .          .      tied  .        .         evaluates  stopped  .
+8        .         forward   stale    .          .      .         none   2       .      .      .          early  tied  .        .         evaluates  stopped  .
+3        3         each      stale    adamw8     bf16   narrow    layer  .       .      upper  timed      early  tied  .        .         .          .        .
+.        2         backward  stale    adamw8     bf16   narrow    none   2       2      upper  layer      .      .     .        .         .          .        .
+2        .         forward   stale    adamw8     bf16   narrow    layer  2       2      .      layer      .      .     experts  adapters  .          .        .
 .        .         .         .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        layers
 .        .         backward  .        .          .      .         .      .       .      .      .          .      .     .        .         .          .        update
 8        .         each      .        muon       .      .         .      .       2      .      .          .      .     .        .         .          .        update

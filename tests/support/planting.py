@@ -56,23 +56,23 @@ class DeclaredLog(AccessLog):
         self._open = [*(earlier for earlier in self._open if not earlier.happened), *accesses]
 
     def access(self, actor, reads, writes):
-        reads, writes = list(reads), list(writes)
-        super().access(actor, reads, writes)
+        entry = super().access(actor, reads, writes)
         if self.store is not None and not self._knows_bundles:
             self._note_bundles()
-        mine = self._open_here()
-        for tensors, does in ((reads, "reads"), (writes, "writes")):
-            for buffer in {found for tensor in tensors for found in self._buffers_of(Region.of(tensor))}:
-                uses = (access for access in mine if access.buffer is buffer)
+        for regions, does in ((entry.reads, "reads"), (entry.writes, "writes")):
+            for buffer in {found for region in regions for found in self._buffers_of(region)}:
+                uses = (access for access in self._open if access.buffer is buffer and self._is_open_here(access))
                 if not any(access.writes or does == "reads" for access in uses):
                     self.undeclared.add((this_thread(), buffer.name, does))
+        return entry
 
-    def _open_here(self):
-        begun = [access for access in self._open if access.is_ready and not access.happened]
-        if this_thread().startswith(OF_NO_WORKER):
-            return [access for access in begun if access.task.worker is None]
-        here = threading.current_thread()
-        return [access for access in begun if (w := access.task.worker) and w.thread is here and w.task is access.task]
+    def _is_open_here(self, access):
+        worker, thread = access.task.worker, threading.current_thread()
+        if thread.name.startswith(OF_NO_WORKER):
+            is_here = worker is None
+        else:
+            is_here = worker and worker.thread is thread and worker.task is access.task
+        return is_here and access.is_ready and not access.happened
 
     def note_memory(self, tensors, buffers):
         """Note the memory of buffers, tensor by tensor. A shorter list of buffers begins anew."""

@@ -11,8 +11,7 @@ import itertools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -23,8 +22,7 @@ from torchround.engine.tasks import Task
 Clock = dict[str, int]
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """Bytes `[start, stop)` of one allocation."""
 
     allocation: int
@@ -44,8 +42,7 @@ class Region:
         return self.start <= other.start and other.stop <= self.stop
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One action of one actor. A signal and a wait with the same token order the two actors; regions are accesses."""
 
     actor: str
@@ -79,9 +76,10 @@ class AccessLog(Observer):
         """Record that everything `actor` does from now on comes after the signal with `token`."""
         self.entries.append(Entry(actor, "wait", token))
 
-    def access(self, actor: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        regions = [tuple(Region.of(tensor) for tensor in group) for group in (reads, writes)]
-        self.entries.append(Entry(actor, "access", None, *regions))
+    def access(self, actor: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Entry:
+        entry = Entry(actor, "access", None, tuple(map(Region.of, reads)), tuple(map(Region.of, writes)))
+        self.entries.append(entry)
+        return entry
 
     def begins(
         self, device: Device, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], copied_bytes: int
@@ -130,8 +128,7 @@ def _this_thread() -> str:
     return threading.current_thread().name
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """One actor's access to a region. `moment` is the actor's own time, `index` the entry's index in the log."""
 
     actor: str
@@ -161,7 +158,8 @@ def find_races(entries: Iterable[Entry]) -> list[tuple[Access, Access]]:
             other, moment, theirs = signals[entry.token]
             # An actor that has heard of a moment has heard of all that came before it.
             if other != actor and heard[actor].get(other, 0) < moment:
-                heard[actor] = _joined(heard[actor], theirs) | {other: moment}
+                heard[actor] = _joined(heard[actor], theirs)
+                heard[actor][other] = moment
         for regions, writes in ((entry.reads, False), (entry.writes, True)):
             for region in regions:
                 access = Access(actor, moments[actor], index, region, writes)
@@ -179,14 +177,16 @@ def _joined(clock: Clock, other: Clock) -> Clock:
 
 def _check(history: list[Access], access: Access, heard: Clock) -> list[tuple[Access, Access]]:
     races, kept = [], []
+    actor, _, _, region, writes = access
     for earlier in history:
-        ordered = earlier.actor == access.actor or earlier.moment <= heard.get(earlier.actor, 0)
-        if earlier.region.overlaps(access.region) and not ordered and (earlier.writes or access.writes):
-            races.append((earlier, access))
+        ordered = earlier.actor == actor or earlier.moment <= heard.get(earlier.actor, 0)
+        if not ordered:
+            kept.append(earlier)
+            if (earlier.writes or writes) and earlier.region.overlaps(region):
+                races.append((earlier, access))
         # An earlier access may be forgotten if each later one that it would race
         # with races with `access` too.
-        supersedes = access.region.covers(earlier.region) and (access.writes or not earlier.writes)
-        if not (ordered and supersedes):
+        elif not ((writes or not earlier.writes) and region.covers(earlier.region)):
             kept.append(earlier)
     history[:] = [*kept, access]
     return races

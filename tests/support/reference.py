@@ -49,6 +49,8 @@ class Reference:
                     matrices.add(name)
         self.weights = {name: weights[name].float().clone() for name in self.uses if name not in self.frozen}
         self.decayed = matrices
+        self.paths = [[path for path, _ in layer.named_parameters()] for layer in model.layers]
+        self.buffers = [dict(layer.named_buffers()) for layer in model.layers]
         self.table = None if callable(optimizer) else optimizer
         self.parameters = {name: nn.Parameter(weight) for name, weight in self.weights.items()}
         self.torch = optimizer(list(self.parameters.items())) if self.table is None else None
@@ -201,11 +203,10 @@ class Reference:
         hidden = None
         for index, layer in enumerate(self.model.layers):
             given = (hidden, micro_batch.for_layer(index))
-            paths = [path for path, _ in layer.named_parameters()]
 
-            def call(version, layer=layer, given=given, paths=paths, index=index):
-                own = {path: version[index, path] for path in paths if (index, path) in version}
-                own |= {path: buffer.to(self.device) for path, buffer in layer.named_buffers()}
+            def call(version, layer=layer, given=given, index=index):
+                own = {path: version[index, path] for path in self.paths[index] if (index, path) in version}
+                own |= {path: buffer.to(self.device) for path, buffer in self.buffers[index].items()}
                 return torch.func.functional_call(layer, own, given)
 
             hidden = call(leaves)
