@@ -6,7 +6,6 @@ experts by need for the device's own routing. Before a wait for other threads it
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,11 +61,7 @@ class DeviceWorker:
     def __init__(self, index: int, device: Device, setup: WorkerSetup) -> None:
         self.device = device
         self.setup = setup
-        layers = nn.ModuleList(setup.model.layers)
-        # Each module has a dozen empty tables of hooks, on which `deepcopy` would spend half of its time.
-        held = (value for module in layers.modules() for value in vars(module).values())
-        empty = {id(v): type(v)() for v in held if type(v) in (OrderedDict, set) and not v}
-        self.skeletons = list(copy.deepcopy(layers, empty))
+        self.skeletons = list(copy.deepcopy(nn.ModuleList(setup.model.layers)))
         self._store = setup.store
         self.board = setup.board
         self._queue = setup.queues[index]
