@@ -58,7 +58,7 @@ def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved
     monkeypatch.setattr(controller, "JOIN_S", 0.2)
 
     def hang(call):
-        if call == 18:  # step 3: calls 17 to 24
+        if call == 14:  # step 3: calls 13 to 18
             planted.set()
             over.wait()
 
