@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.random_costs import short_search
 from torchround.commands import plan_run
 from torchround.planning import plan_report
 
@@ -21,7 +22,8 @@ def plan(capsys, monkeypatch):
         code, printed = plan_run.main(list(arguments)), capsys.readouterr()
         return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
 
-    return call
+    with short_search():
+        yield call
 
 
 def test_full_fine_tuning_of_qwen3_14b_fits_128_gib_with_compact_state_alone(plan):
