@@ -127,8 +127,8 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(small_runs, monkey
 def test_the_count_of_skipped_records_survives_a_resume(small_runs, capsys):
     text = small_runs.folder / "text.jsonl"
     lines = text.read_text().splitlines(keepends=True)
-    text.write_text("".join(["no JSON\n", *lines[:20], "none either\n", *lines[20:]]))
-    overrides = ["--data.shuffle=false", "--data.on_bad_record=skip", "--training.steps=20"]
+    text.write_text("".join(["no JSON\n", *lines[:10], "none either\n", *lines[10:]]))
+    overrides = ["--data.shuffle=false", "--data.on_bad_record=skip", "--training.steps=12"]
     stop_after(1, small_runs, "run", *overrides)
     assert "bad records skipped: 1" in capsys.readouterr().out
     assert small_runs("run", *overrides) == 0

@@ -84,7 +84,7 @@ def test_a_complete_run_of_windows_goes_on_with_more_epochs(small_runs, window):
 
 
 def test_a_run_of_another_batch_size_counts_what_is_left(small_runs):
-    write_text(small_runs.folder / "text.jsonl", lines=12)
+    write_text(small_runs.folder / "text.jsonl", lines=6)
     stop_after(3, small_runs, "run", *TWO_EPOCHS)
     sequences_left = expected_steps(small_runs.folder, epochs=2, batch=1) - 3 * SEQUENCES
     assert sequences_left > 14
