@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.random_costs import short_search
 from torchround.commands import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +24,6 @@ def facts(tmp_path, monkeypatch, capsys):
     return run
 
 
-@short_search()
 def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(facts):
     found = facts()
     for name in ("system", "software", "processors", "host memory", "memlock", "devices", "disk"):

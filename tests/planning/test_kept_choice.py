@@ -12,14 +12,17 @@ from tests.support.published_models import PARTITIONS, by_night
 from tests.support.random_costs import LINKS, costs, limits, short_search
 from torchround.commands.plan_run import configured_question, planned_hardware
 from torchround.config import parse_command_line
+from torchround.planning import planner
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.keep_rule import KeepRule
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import Partition, PlanError
 from torchround.planning.plan_report import longest_tokens, plan_for
-from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.planning.planner import InfeasiblePlanError, evaluate_plan
 from torchround.planning.stage_times import KeptLink
 
+# The rules of what is kept hold for plans of a short search too.
+make_plan = short_search()(planner.make_plan)
 PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost("down", 20, 0.3))
 
 
@@ -38,7 +41,6 @@ def blocks(number, **fields):
     link=LINKS,
     limits=limits(600, 3000),
 )
-@short_search()
 def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
     costs, devices, micro_batches, update, rounds, link, limits
 ):
@@ -63,15 +65,14 @@ def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_o
     block = LayerCost("block", 0.5, 3.0, optimizer_s=3.0, keepable=(KeptCost("attention", 1, 0.5),))
     blocks = [replace(block, name=f"block.{index}") for index in range(7)]
     model = Costs((*blocks, LayerCost("head", 0.0, 1.0)), hop_s=0.7)
-    without = make_plan(model.keeping(()), 2, 2, "sync", 1)
-    plan = make_plan(model, 2, 2, "sync", 1, keep=KeepRule("auto"))
+    without = planner.make_plan(model.keeping(()), 2, 2, "sync", 1)
+    plan = planner.make_plan(model, 2, 2, "sync", 1, keep=KeepRule("auto"))
     assert plan.step_s * 1.01 < without.step_s and plan.host_activation_bytes > 0
     partition = without.partition
     given = [evaluate_plan(partition, 1, model, 2, 2, keep=KeepRule(name)) for name in ("none", "auto")]
     assert given[1].step_s * 1.01 < given[0].step_s or not given[1].kept
 
 
-@short_search()
 def test_with_room_for_all_and_an_idle_link_the_step_is_shorter_by_what_is_saved():
     model = blocks(23)
     without = make_plan(model, 4, 32, "sync", 1, as_fast=0.0)
@@ -81,7 +82,6 @@ def test_with_room_for_all_and_an_idle_link_the_step_is_shorter_by_what_is_saved
     assert Counter(name for names in plan.kept for name in names).keys() == {"attention", "gate_up", "down"}
 
 
-@short_search()
 def test_a_slow_link_leaves_room_for_the_best_parts_alone():
     """A block moves 25 bytes in its forward second: `down` and hardly more, though all would be worth keeping."""
     plan = make_plan(blocks(11), 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(35.0)))
@@ -93,7 +93,6 @@ def test_a_slow_link_leaves_room_for_the_best_parts_alone():
         assert make_plan(slow, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(link))).kept == ()
 
 
-@short_search()
 def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte():
     free = make_plan(blocks(11), 4, 32, "sync", 1)
     room = free.host_activation_bytes + 32 * 20 * 11
@@ -105,7 +104,6 @@ def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte():
     assert kept["down"] > 2 * kept["gate_up"]
 
 
-@short_search()
 def test_more_rounds_make_room_for_more():
     rule, room = (KeepRule("auto", KeptLink(1e9)), MemoryLimits(device_bytes=4000, host_bytes=8 * 130 * 11 // 4))
     one = make_plan(blocks(11), 4, 8, "async", 1, room, keep=rule)
@@ -115,7 +113,6 @@ def test_more_rounds_make_room_for_more():
     assert sum(map(len, chosen.kept)) > sum(map(len, one.kept))
 
 
-@short_search()
 def test_numbers_of_rounds_without_room_for_their_tokens_are_left_out():
     """A device has no room for the tokens of all micro-batches, whatever is kept; `anneal` had no cuts to start from."""
     room = MemoryLimits(device_bytes=400, host_bytes=10**6, integer_bytes=60)
@@ -125,7 +122,6 @@ def test_numbers_of_rounds_without_room_for_their_tokens_are_left_out():
     assert make_plan(Costs(model.layers[:1]), 2, 4, keep=rule).partition.num_layers == 1
 
 
-@short_search()
 def test_a_layer_that_keeps_whole_keeps_all_or_nothing():
     model = blocks(11, keeps_whole=True)
     plan = make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(80.0)))
@@ -152,7 +148,6 @@ def test_a_setting_by_name_keeps_what_it_says_before_the_fused_stage(setting, ke
     assert evaluate_plan(whole, 1, blocks(3), 2, 4, keep=KeepRule(setting)).kept == ()
 
 
-@short_search()
 def test_a_setting_that_does_not_fit_or_that_no_layer_can_follow_is_refused():
     large, limit = blocks(11, keepable=(KeptCost("down", 5000, 0.5),)), MemoryLimits(device_bytes=4000)
     assert make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("auto")).kept == ()
