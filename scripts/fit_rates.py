@@ -62,9 +62,8 @@ class Published:
 
     def costs(self, sequences: int, rates: Rates) -> Costs:
         """Count the costs of its layers but the embedding, which has no published time."""
-        works: list[LayerWork] = [layer.work(sequences, TOKENS, 2) for layer in self.model.layers[1:]]  # type: ignore[operator]
         card = CardRates.of(CARD, "float16", fp16_accumulation=True, rates=rates)
-        return costs_from_work(self.model.names[1:], works, self.numels[1:], card)
+        return costs_from_work(self.model.names[1:], _works(self.index, sequences), self.numels[1:], card)
 
     @property
     def times(self) -> list[float]:
@@ -83,6 +82,12 @@ class Published:
 
     def measured_s(self, update: str, devices: int) -> float:
         return BATCHES[self.index] * TOKENS / MEASURED[update, devices][self.index]
+
+
+@cache
+def _works(index: int, sequences: int) -> list[LayerWork]:
+    layers = list(published_models().values())[index].model.layers
+    return [layer.work(sequences, TOKENS, 2) for layer in layers[1:]]  # type: ignore[operator]
 
 
 @cache

@@ -26,7 +26,7 @@ from torchround.checkpoint.folders import checkpoint_name
 from torchround.engine.store import host_store
 
 ALONE, THREE = "--engine.num_devices=1", "--engine.num_devices=3"
-OTHER_PLAN = "--engine.plan={ forward = [1, 1, 1], fused = 2, backward = [3], rounds = 1 }"
+OTHER_PLAN = "--engine.plan={ forward = [1, 1], fused = 2, backward = [2], rounds = 1 }"
 KEEP_ALL, KEEP_SOME = "--engine.keep_activations=all", "--engine.keep_activations=['attention', 'down']"
 BFLOAT16, FLOAT16, MUON = "--training.dtype=bfloat16", "--training.dtype=float16", "--optimizer.name=muon"
 ADAPTERS = ["--lora.rank=2", "--lora.dropout=0.5"]
@@ -90,16 +90,16 @@ def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(small_runs)
     small_runs.assert_same("stopped", "whole")
 
 
-# A step runs layer 1 (a block) 4 times forward and 4 times in its backward stage: calls 9 to 16 are step 2's.
+# A step runs layer 1 (a block) 3 times forward and 3 times in its backward stage: calls 7 to 12 are step 2's.
 @pytest.mark.parametrize(
     ("settings", "call"),
     [
         pytest.param([TIED], 1, marks=nightly),
-        pytest.param([TIED], 13, marks=nightly),
-        pytest.param([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 16, marks=nightly),
-        ([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 31),
-        pytest.param([*BOUNDED, "--checkpoint.interval_steps=1"], 9, marks=nightly),
-        ([*BOUNDED, TIED, BFLOAT16, "--checkpoint.interval_steps=1"], 30),
+        pytest.param([TIED], 10, marks=nightly),
+        pytest.param([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 12, marks=nightly),
+        ([ASYNC, UNCORRECTED, TIED, TWO_ROUNDS], 23),
+        pytest.param([*BOUNDED, "--checkpoint.interval_steps=1"], 7, marks=nightly),
+        ([*BOUNDED, TIED, BFLOAT16, "--checkpoint.interval_steps=1"], 23),
     ],
 )
 def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
@@ -114,10 +114,10 @@ def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("PipelineError: device cpu:") and f"PlantedError: call {call}" in message
     saved = Checkpointer(small_runs.path("faulty") / "checkpoints").latest_step() or 0
-    assert saved <= (call - 1) // 8
+    assert saved <= (call - 1) // 6
     if BOUNDED[0] not in settings:
         # A state without an update is not saved: a new start makes it again.
-        assert (call - 1) // 8 - 1 <= saved and len(small_runs.saved("faulty")) == bool(saved)
+        assert (call - 1) // 6 - 1 <= saved and len(small_runs.saved("faulty")) == bool(saved)
     assert small_runs("faulty", *settings, ALONE) == 0
     small_runs.assert_same("faulty", "whole")
 
@@ -156,7 +156,8 @@ def test_an_update_that_cannot_be_completed_is_not_saved(small_runs, monkeypatch
 
 def test_a_resumed_run_keeps_the_rounds_of_its_first_start(small_runs):
     """A plan for other devices may have other rounds, which add up gradients in another order."""
-    planned = ["--engine.plan=none", "--training.steps=4", "--lr_schedule.decay=none"]
+    # Sums of three micro-batches are the same in one round and in two; those of four are not.
+    planned = ["--engine.plan=none", "--training.steps=4", "--lr_schedule.decay=none", "--training.global_batch_size=7"]
     for name in ("whole", "stopped"):
         assert small_runs(name, *planned, "--engine.rounds=2", "--training.steps=2") == 0
     assert small_runs("whole", *planned, "--engine.rounds=2") == 0

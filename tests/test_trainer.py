@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, before_step, interrupt, stop_after, with_model
+from tests.support.small_run import ASYNC, SEQUENCES, STEPS, TWO_ROUNDS, before_step, interrupt, stop_after, with_model
 from torchround.config import load_config
 from torchround.data import Loader
 from torchround.run.early_end import STOP_SIGNALS
@@ -39,9 +39,9 @@ def test_metrics_have_exactly_the_documented_keys_and_add_up(small_runs):
     ends_s = [line["elapsed_s"] for line in steps]
     assert sorted(ends_s) == ends_s and ends_s[-1] < elapsed_s
     counted = [later["tokens"] - earlier["tokens"] for earlier, later in itertools.pairwise(steps)]
-    assert all(0 < tokens <= 7 * 16 for tokens in counted)
+    assert all(0 < tokens <= SEQUENCES * 16 for tokens in counted)
     per_second = [line["tokens_per_s"] * line["step_s"] for line in steps[1:]]
-    assert per_second == pytest.approx([7 * 16] * 4)  # nothing is padding
+    assert per_second == pytest.approx([SEQUENCES * 16] * 4)  # nothing is padding
     first, *later = [line["engine"]["device_allocations"] + line["engine"]["host_allocations"] for line in steps]
     assert first > 0 and later[1:] == [0, 0, 0]
 
@@ -56,8 +56,8 @@ def test_the_rate_counts_masked_tokens_and_no_padding(small_runs):
     source, template = "{path='chats.jsonl', content='alpaca'}", "--tokenizer.chat_template=template.jinja"
     assert small_runs("run", f"--data.sources=[{source}]", template) == 0
     steps = small_runs.steps("run")
-    assert [line["tokens"] for line in steps] == [7 * 4 * step for step in range(1, 6)]
-    assert [line["tokens_per_s"] * line["step_s"] for line in steps] == pytest.approx([7 * 13] * 5)
+    assert [line["tokens"] for line in steps] == [SEQUENCES * 4 * step for step in range(1, 6)]
+    assert [line["tokens_per_s"] * line["step_s"] for line in steps] == pytest.approx([SEQUENCES * 13] * 5)
 
 
 def test_the_resolved_config_can_be_run_again_and_is_the_same_and_a_run_says_where_its_page_is(small_runs, capsys):
@@ -127,8 +127,8 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(small_runs, monkey
 def test_the_count_of_skipped_records_survives_a_resume(small_runs, capsys):
     text = small_runs.folder / "text.jsonl"
     lines = text.read_text().splitlines(keepends=True)
-    text.write_text("".join(["no JSON\n", *lines[:20], "none either\n", *lines[20:]]))
-    overrides = ["--data.shuffle=false", "--data.on_bad_record=skip", "--training.steps=20"]
+    text.write_text("".join(["no JSON\n", *lines[:10], "none either\n", *lines[10:]]))
+    overrides = ["--data.shuffle=false", "--data.on_bad_record=skip", "--training.steps=12"]
     stop_after(1, small_runs, "run", *overrides)
     assert "bad records skipped: 1" in capsys.readouterr().out
     assert small_runs("run", *overrides) == 0
@@ -152,7 +152,7 @@ def test_a_run_with_adapters_trains_them_alone_and_random_weights_below_them_are
     assert small_runs("lora", *LORA) == 0
     start, end = small_runs.state("full", 1), small_runs.state("lora")
     moments = [name for name in end if name.startswith("exp_avg")]
-    assert len(moments) == 2 * 2 * 2 * 3  # two moments of A and B on two targets in three blocks
+    assert len(moments) == 2 * 2 * 2 * 2  # two moments of A and B on two targets in two blocks
     assert all("lora_" in name for name in moments)
     assert all(end[name].any() for name in moments)
     assert {name for name in end if "lora_" not in name} == {name for name in start if "weights/" in name}

@@ -22,7 +22,7 @@ from torchround.config.load import RawConfig, with_overrides
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n} and " * 9}]}
-    for n in range(150)
+    for n in range(100)
 ]
 
 

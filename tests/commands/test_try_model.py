@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
 from tests.support.hostile_cases import forge_manifest
-from tests.support.small_run import flip_last_bit
+from tests.support.small_run import draw_no_pictures, flip_last_bit
 from tests.support.toy_texts import their_texts
 from torchround.checkpoint.folders import checkpoint_name
 from torchround.commands import try_model
@@ -145,6 +145,7 @@ def trained(folders, tmp_path_factory):
     def run(name, *overrides):
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(root)
+            draw_no_pictures(patch)
             assert train.main(["--config", "run.toml", f"--run.name={name}", *overrides]) == 0
         return root / "outputs" / name
 

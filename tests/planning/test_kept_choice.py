@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 
 from scripts.check_tree import ROOT
 from tests.support.published_models import PARTITIONS, by_night
-from tests.support.random_costs import LINKS, costs, limits
+from tests.support.random_costs import LINKS, costs, limits, short_search
 from torchround.commands.plan_run import configured_question, planned_hardware
 from torchround.config import parse_command_line
+from torchround.planning import planner
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.keep_rule import KeepRule
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import Partition, PlanError
 from torchround.planning.plan_report import longest_tokens, plan_for
-from torchround.planning.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.planning.planner import InfeasiblePlanError, evaluate_plan
 from torchround.planning.stage_times import KeptLink
 
+# The rules of what is kept hold for plans of a short search too.
+make_plan = short_search()(planner.make_plan)
 PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost("down", 20, 0.3))
 
 
@@ -30,9 +33,9 @@ def blocks(number, **fields):
 
 
 @given(
-    costs=costs(max_layers=5),
+    costs=costs(max_layers=4),
     devices=st.integers(1, 3),
-    micro_batches=st.integers(1, 4),
+    micro_batches=st.integers(1, 3),
     update=st.sampled_from(["sync", "async", "bounded"]),
     rounds=st.sampled_from([1, "auto"]),
     link=LINKS,
@@ -62,8 +65,8 @@ def test_a_plan_between_no_gain_and_the_fastest_pays_no_host_memory_for_a_gain_o
     block = LayerCost("block", 0.5, 3.0, optimizer_s=3.0, keepable=(KeptCost("attention", 1, 0.5),))
     blocks = [replace(block, name=f"block.{index}") for index in range(7)]
     model = Costs((*blocks, LayerCost("head", 0.0, 1.0)), hop_s=0.7)
-    without = make_plan(model.keeping(()), 2, 2, "sync", 1)
-    plan = make_plan(model, 2, 2, "sync", 1, keep=KeepRule("auto"))
+    without = planner.make_plan(model.keeping(()), 2, 2, "sync", 1)
+    plan = planner.make_plan(model, 2, 2, "sync", 1, keep=KeepRule("auto"))
     assert plan.step_s * 1.01 < without.step_s and plan.host_activation_bytes > 0
     partition = without.partition
     given = [evaluate_plan(partition, 1, model, 2, 2, keep=KeepRule(name)) for name in ("none", "auto")]

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.published_models import by_night, published_costs
-from tests.support.random_costs import all_partitions, costs, exact_step_s, limits
+from tests.support.random_costs import all_partitions, costs, exact_step_s, limits, short_search
 from torchround.planning.costs import Costs, LayerCost
 from torchround.planning.host_buffers import HostBatch
 from torchround.planning.keep_rule import KeepRule
@@ -127,7 +127,7 @@ def test_bubbles_on_the_published_layer_times(model, sync, within_sync, within_a
 def test_automatic_rounds_are_never_slower_than_a_given_number_of_rounds(model, devices, micro_batches, update):
     costs, limit = published_costs(model), MemoryLimits(device_bytes=24 * GIB)
     chosen = fastest_plan(costs, devices, micro_batches, update, "auto", limit)
-    for rounds in {1, 2, 3, 4, devices, 2 * devices, micro_batches}:
+    for rounds in {1, 2, devices, micro_batches}:
         given = fastest_plan(costs, devices, micro_batches, update, rounds, limit)
         assert chosen.step_s <= given.step_s * (1 + 1e-9), f"{rounds} round(s) are faster"
 
@@ -149,6 +149,7 @@ def test_automatic_rounds_are_never_slower_than_a_given_number_of_rounds(model, 
     one_round=False,
     limits=MemoryLimits(device_bytes=300, host_bytes=240),
 )
+@short_search()
 def test_a_valid_question_gives_a_plan_within_its_limits_or_says_what_is_short(
     costs, devices, micro_batches, update, one_round, limits
 ):
@@ -171,6 +172,7 @@ def test_a_valid_question_gives_a_plan_within_its_limits_or_says_what_is_short(
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@short_search()
 def test_more_rounds_must_be_added_up_on_the_host():
     """Eight rounds keep eight devices busy without recomputation, and win only if adding them up costs nothing."""
 
@@ -216,10 +218,12 @@ def test_arguments_that_no_plan_can_be_made_for_are_refused(changed, message):
 
 
 @pytest.fixture(scope="module")
+@short_search()
 def plan():
     return make_plan(published_costs("qwen3_1_7b"), 8, 16, "sync", 1)
 
 
+@short_search()
 def test_a_plan_goes_into_a_config_as_it_was_written(plan):
     assert plan == make_plan(published_costs("qwen3_1_7b"), 8, 16, "sync", 1), "the same question has the same plan"
     assert read_partition(plan.to_json()) == (plan.partition, plan.rounds)
@@ -265,7 +269,7 @@ def test_a_plan_with_invalid_values_is_refused(plan, key):
 
 
 @given(
-    costs=costs(max_layers=6),
+    costs=costs(max_layers=5),
     devices=st.integers(1, 4),
     micro_batches=st.integers(1, 5),
     update=UPDATES,

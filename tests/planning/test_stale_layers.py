@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.published_models import PARTITIONS, by_night, published_costs
-from tests.support.random_costs import all_partitions, costs, exact_step_s
+from tests.support.random_costs import all_partitions, costs, exact_step_s, short_search
 from torchround.planning.choices import AS_SHORT
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.host_buffers import HostBatch
@@ -73,6 +73,7 @@ def test_a_plan_counts_the_inputs_of_its_stale_layers(costs, share, stale, devic
     assert plan.host_activation_bytes == counted <= limit
 
 
+@short_search()
 def test_within_a_tight_host_limit_no_stale_layers_are_no_faster():
     """The most stale layers that fit leave little room for the plan."""
     costs = published_costs("qwen3_1_7b")

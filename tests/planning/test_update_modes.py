@@ -58,7 +58,7 @@ def test_a_mode_without_facts_is_refused_by_name(ask):
         ask("Sync")
 
 
-@given(data=st.data(), drawn=costs(max_layers=6, jobs=True), devices=st.integers(1, 5), micro_batches=st.integers(1, 4))
+@given(data=st.data(), drawn=costs(max_layers=4, jobs=True), devices=st.integers(1, 4), micro_batches=st.integers(1, 4))
 def test_steps_of_an_added_mode_take_as_long_as_simulated(delayed, data, drawn, devices, micro_batches):
     rounds = data.draw(st.integers(1, micro_batches))
     run = data.draw(partitions(drawn.num_layers)), drawn, devices, micro_batches, rounds, delayed.name

@@ -52,7 +52,7 @@ def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs):
 
 
 def test_too_many_stale_layers_are_one_message(small_runs, capsys):
-    for number, plan in ((5, PLANNED), (3, "--engine.plan={ forward = [2], fused = 3, backward = [2] }")):
+    for number, plan in ((5, PLANNED), (3, "--engine.plan={ forward = [1], fused = 3, backward = [1] }")):
         assert small_runs("run", *BOUNDED, f"--engine.stale_layers={number}", plan) == 2
         error = capsys.readouterr().err
         assert "engine.stale_layers" in error and error.count("\n") == 1

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.small_run import files_of, stop_after, write_text
+from tests.support.small_run import SEQUENCES, files_of, stop_after, write_text
 from torchround.commands.train_model import steps_of_epochs
 from torchround.config import load_config, parse_command_line
 from torchround.data import Loader, build_tokenizer
@@ -20,7 +20,7 @@ def few_documents(small_runs):
     write_text(small_runs.folder / "text.jsonl", lines=4)
 
 
-def expected_steps(folder, epochs, batch=7, seq_len=16):
+def expected_steps(folder, epochs, batch=SEQUENCES, seq_len=16):
     texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]
     tokens = epochs * sum(len(text.encode()) + 2 for text in texts)
     sequences = -(-tokens // seq_len)
@@ -84,9 +84,9 @@ def test_a_complete_run_of_windows_goes_on_with_more_epochs(small_runs, window):
 
 
 def test_a_run_of_another_batch_size_counts_what_is_left(small_runs):
-    write_text(small_runs.folder / "text.jsonl", lines=12)
+    write_text(small_runs.folder / "text.jsonl", lines=6)
     stop_after(3, small_runs, "run", *TWO_EPOCHS)
-    sequences_left = expected_steps(small_runs.folder, epochs=2, batch=1) - 3 * 7
+    sequences_left = expected_steps(small_runs.folder, epochs=2, batch=1) - 3 * SEQUENCES
     assert sequences_left > 14
     assert small_runs("run", *TWO_EPOCHS, "--training.global_batch_size=14") == 0
     last = small_runs.steps("run")[-1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchround.run.hardware
+from tests.support.random_costs import short_search
 from torchround.config import AdamWTable, Config, EngineTable, TrainingTable
 from torchround.config.optimizer_tables import MuonTable
 from torchround.layer import FileTensor
@@ -109,6 +110,7 @@ def test_a_compact_state_saves_what_the_store_of_a_run_with_it_lacks(table):
     assert not run_question(model(), config(compact), CPU).updates.smaller
 
 
+@short_search()
 def test_each_length_is_tried_with_its_own_batches_of_data(monkeypatch):
     """Sequences of 16 Mi tokens need 1 GiB of batches; the ones that fit, far less."""
     monkeypatch.setattr(plan_report, "LONGEST_LENGTH", 1 << 16)

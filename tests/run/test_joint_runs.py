@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import socket
 from functools import partial
 from zlib import crc32
 
@@ -123,7 +124,7 @@ def test_machines_lock_their_folder_once(tmp_path):
 def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(tmp_path):
     with RunFolder(RunTable(name="run", folder=str(tmp_path))):
         messages = refusals(entered(tmp_path, pytest.fail))
-    holder = f"is in use by process {os.getpid()}"
+    holder = f"is in use by process {os.getpid()} on {socket.gethostname()}"
     assert len(set(messages)) == 1 and messages[0].startswith("machine 0 (node0): ") and holder in messages[0]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import torchround.run.numbers
-from tests.support.small_run import TIED, files_of
+from tests.support.small_run import MICRO_BATCHES, TIED, files_of
 from torchround.commands import plan_run, train_model
 from torchround.config import Config, EngineTable, PlanTable, load_config
 from torchround.models import FAMILIES
@@ -52,7 +52,7 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
         same = replace(question, given=None, costs_for=of_the_run.costs_for)
         assert same == of_the_run
     checked = load_config("small.toml", KEYS)  # the config's own checks count micro-batches too
-    assert checked.num_micro_batches == of_the_run.num_micro_batches == 4
+    assert checked.num_micro_batches == of_the_run.num_micro_batches == MICRO_BATCHES
     limits = of_the_run.limits()
     assert limits.host_bytes is not None and 0 < limits.host_bytes < 8 * MIB
     # bfloat16 sums that travel as float16 have the same size, and are converted all the same.

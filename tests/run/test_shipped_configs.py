@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.random_costs import short_search
 from torchround.commands.configured_model import build_model
 from torchround.commands.plan_run import planned_hardware, planned_machines
 from torchround.config import parse_command_line
@@ -37,6 +38,7 @@ def by_tier(path):
 
 
 @pytest.mark.parametrize("config", [by_tier(path) for path in CONFIGS])
+@short_search()
 def test_a_shipped_config_fits_its_machine_while_it_measures_and_afterwards(config):
     question = question_for(config, "--validation.interval_steps=10", "--data.validation_fraction=0.1")
     if question is None:

@@ -58,7 +58,7 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused(small_runs, monkeypat
         capsys.readouterr()
         assert small_runs("run", *more) == 2
         printed = capsys.readouterr()
-        said = r"a checkpoint takes 0\.2\d MiB; 0\.14 MiB are free"
+        said = r"a checkpoint takes 0\.1\d MiB; 0\.14 MiB are free"
         assert re.search(f"run.folder: outputs/run: {said}", printed.err), printed.err
         assert re.search(said, printed.out) and "new run" not in printed.out
         assert not (small_runs.path("run") / "config.toml").exists()

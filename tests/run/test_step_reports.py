@@ -5,13 +5,13 @@ import signal
 
 import pytest
 
-from tests.support.small_run import ASYNC, BOUNDED, before_step, interrupt, write_text
+from tests.support.small_run import ASYNC, BOUNDED, SEQUENCES, before_step, interrupt, write_text
 from torchround.observe.run_page import read_run
 from torchround.run.step_meter import StepMeter
 
 VALIDATED = ("--validation.interval_steps=1", '--validation.sources=[{ path = "text.jsonl" }]')
 SPARSE = "--metrics.log_every_steps=4"
-ONE_STAGE = "--engine.plan={ forward = [], fused = 5, backward = [], rounds = 1 }"
+ONE_STAGE = "--engine.plan={ forward = [], fused = 4, backward = [], rounds = 1 }"
 
 
 def fails(*_):
@@ -46,7 +46,7 @@ def test_rates_are_tokens_over_the_run_s_own_time_and_shares_are_shares(small_ru
     (small_runs.folder / "text.jsonl").write_text(json.dumps({"text": "one of the words " * 1000}))
     assert small_runs("run", "--training.steps=100", *options) == 0
     lines = small_runs.steps("run")
-    window, tokens = 2 * len(lines[0]["engine"]["busy_s"]), 7 * 16
+    window, tokens = 2 * len(lines[0]["engine"]["busy_s"]), SEQUENCES * 16
     for before, line in zip(lines, lines[window:], strict=False):
         over_s = line["elapsed_s"] - before["elapsed_s"]
         assert line["tokens_per_s"] == pytest.approx(window * tokens / over_s, rel=0.03)

@@ -1,5 +1,6 @@
 """Random layers, partitions and limits for the planner's tests."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from torchround.planning import step_time
 from torchround.planning.costs import Costs, KeptCost, LayerCost
 from torchround.planning.memory import MemoryLimits
 from torchround.planning.partition import Partition
+from torchround.planning.search import Search
 from torchround.planning.stage_times import KeptLink, LayerSums
 from torchround.simulate.dispatch import dispatch_tasks
 from torchround.simulate.events import simulate
@@ -132,6 +134,15 @@ def simulated_step_s(partition, costs, devices, micro_batches, rounds, update, *
         if task.device >= 0:
             ends[task.step] = max(ends[task.step], end)
     return (ends[-1] - ends[settled - 1]) / counted
+
+
+@contextmanager
+def short_search():
+    """Search an eighth as long: for what holds for any plan of a search, however fast the plan is."""
+    anneal = Search.anneal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "anneal", lambda search, starts, share=1.0: anneal(search, starts, share / 8))
+        yield
 
 
 def in_both_ways(steady_state_s, *arguments):

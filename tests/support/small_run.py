@@ -28,20 +28,21 @@ from torchround.optim.split_weights import join
 from torchround.planning import plan_report
 from torchround.trainer import Trainer
 
-LAYERS = 5  # embedding, three blocks, head
+LAYERS = 4  # embedding, two blocks, head
 STEPS = 5
+SEQUENCES, MICRO_BATCHES = 5, 3  # of a step
 
 SMALL = """
 model = { family = "small", flavor = "untied" }
 tokenizer = { name = "bytes" }
 data = { sources = [{ path = "text.jsonl" }], shuffle_sequences = 16 }  # the usual window holds all of this text
-# Micro-batches of 2, 2, 2 and 1.
-training = { steps = 5, seq_len = 16, global_batch_size = 7, micro_batch_size = 2, dtype = "float32" }
+# Micro-batches of 2, 2 and 1.
+training = { steps = 5, seq_len = 16, global_batch_size = 5, micro_batch_size = 2, dtype = "float32" }
 [engine]
 devices = "cpu"
 num_devices = 2
 cpu_threads = 1
-plan = { forward = [2, 2], fused = 1, backward = [1, 3], rounds = 1 }
+plan = { forward = [1, 2], fused = 1, backward = [1, 2], rounds = 1 }
 [optimizer]
 lr = 1e-2
 [checkpoint]
@@ -50,10 +51,10 @@ interval_steps = 0
 ASYNC = "--engine.update=async"
 PREDICT = "--engine.delay_correction=predict"
 UNCORRECTED = "--engine.delay_correction=none"
-BOUNDED = ("--engine.update=bounded", "--training.clip=layer", "--engine.stale_layers=3")
+BOUNDED = ("--engine.update=bounded", "--training.clip=layer", "--engine.stale_layers=2")
 COMPACT = "--optimizer.state=compact"
 TIED = "--model.flavor=tied"
-TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }"
+TWO_ROUNDS = "--engine.plan={ forward = [1, 2], fused = 1, backward = [1, 2], rounds = 2 }"
 
 
 class SmallRuns:
@@ -112,7 +113,7 @@ class SmallRuns:
 def small_family():
     family = FAMILIES["llama3"]
     untied = family.config_from_flavor(
-        "debug", num_layers=3, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32
+        "debug", num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32
     )
     return replace(family, flavors={"untied": untied, "tied": replace(untied, tied_embeddings=True)})
 
