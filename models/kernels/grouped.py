@@ -69,8 +69,8 @@ def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor],
     "grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
     "grouped_triton.launch_rows",
 )
-def rows_result(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], weights.shape[2]))
+def rows_result(rows: Tensor, weights: Tensor, *_: object) -> Tensor:
+    return rows.new_empty((rows.shape[0], weights.shape[-1]))
 
 
 # Adds each expert's `rows [., A].T @ grad [., Z]` to its matrix of `total [E, A, Z]`, rounded once.
@@ -155,7 +155,7 @@ def _opaque_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _multiply(rows, weights, RowGroups(ends))
 
 
-_opaque_product.register_fake(rows_result)
+_product_shape = _opaque_product.register_fake(rows_result)
 
 
 @torch.library.custom_op("torchround::grouped_product_gradient", mutates_args=())
@@ -165,7 +165,7 @@ def _opaque_gradient(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) 
     return found
 
 
-_opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
+_gradient_shape = _opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
 
 
 @partial(
@@ -219,7 +219,7 @@ def _packed_product(
     return torch.cat(products) if products else rows.new_empty((0, matrix.shape[1]))
 
 
-_packed_product.register_fake(lambda rows, matrix, *_: rows.new_empty((rows.shape[0], matrix.shape[1])))
+_packed_shape = _packed_product.register_fake(rows_result)
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
