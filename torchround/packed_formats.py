@@ -53,6 +53,9 @@ NF4_LEAST = 1e-38  # bitsandbytes' smallest divisor, for groups of zeros and of 
 E4M3_LARGEST = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
+# By format: the numbers of each byte of codes, and of each scale that is a byte.
+Tables = dict[str, tuple[Tensor, Tensor | None]]
+
 
 @dataclass(frozen=True)
 class PackedFormat:
@@ -150,20 +153,17 @@ class PackedPlace:
         self,
         numbers: Tensor,
         compiled: Callable[..., None] | None = None,
-        tables: dict[str, Tensor] | None = None,
+        tables: Tables | None = None,
     ) -> None:
         """Unpack into flat `numbers` [numel], by `unpack_numbers` or by what a compiler made of it.
 
         `tables` keeps the tables of one device from call to call, as long as its owner lives.
         """
         packed, tables = self.format, {} if tables is None else tables
-        for name in (packed.name, *(("ue8m0",) if packed.scale_dtype == torch.uint8 else ())):
-            if name not in tables:
-                tables[name] = _table(name).to(numbers.device)
-        table, factors = (
-            tables[packed.name],
-            tables.get("ue8m0") if packed.scale_dtype == torch.uint8 else None,
-        )
+        if packed.name not in tables:
+            factors = _table("ue8m0", numbers.device) if packed.scale_dtype == torch.uint8 else None
+            tables[packed.name] = _table(packed.name, numbers.device), factors
+        table, factors = tables[packed.name]
         for place, piece in [(self, numbers)] if compiled else self._pieces(numbers):
             unpack = compiled or unpack_numbers
             unpack(place.codes, place.scales, table, factors, piece, packed.group, packed.inner)
@@ -271,18 +271,16 @@ def nf4_bounds() -> list[float]:
     return ((levels[:-1] + levels[1:]) / 2).tolist()
 
 
-@cache
-def _table(name: str) -> Tensor:
+def _table(name: str, device: torch.device) -> Tensor:
     """Make the fp32 numbers of each byte: [256, numbers in a byte] of a format's codes, or [256] of UE8M0 scales."""
-    byte = torch.arange(256, dtype=torch.uint8)
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    if name in ("fp8", "ue8m0"):
+        return byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
     low, high = (byte & 15).int(), (byte >> 4).int()
-    if name == "nf4":
-        table = torch.tensor(NF4_LEVELS, dtype=torch.float32)[torch.stack((high, low), 1)]
-    elif name == "mxfp4":
-        table = torch.tensor(E2M1_VALUES, dtype=torch.float32)[torch.stack((low, high), 1)]
-    else:
-        table = byte.view(torch.float8_e4m3fn if name == "fp8" else torch.float8_e8m0fnu).float()
-    return table
+    values, halves = (NF4_LEVELS, (high, low)) if name == "nf4" else (E2M1_VALUES, (low, high))
+    # Filled there: a copy from the host would wait for the device.
+    levels = [torch.full((), value, dtype=torch.float32, device=device) for value in values]
+    return torch.stack(levels)[torch.stack(halves, 1)]
 
 
 @cache

@@ -12,8 +12,8 @@ Shapes: R rows sorted by expert, E experts, A inputs, Z outputs. `ends [E]` int3
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torchround.accelerators import device_kind, has_grouped_products
 from torchround.keeping import joined, passing
 from torchround.models.kernels.operation import operation, uses_triton
-from torchround.packed_formats import FORMATS, PackedFormat
+from torchround.packed_formats import FORMATS, PackedFormat, Tables
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,14 @@ class RowGroups:
     """The rows of each expert: `ends [E]` int32 is one past each expert's last row, as `grouped_mm` takes its offsets."""
 
     ends: Tensor
+    _bounds: list[int] = field(default_factory=list, init=False)
 
-    @cached_property
+    @property
     def bounds(self) -> list[int]:
         """The number of rows before each expert and behind the last one. The first use waits for an accelerator."""
-        return [0, *self.ends.tolist()]
+        if not self._bounds:  # until Python 3.12 all devices share a `cached_property`'s lock
+            self._bounds.extend((0, *self.ends.tolist()))
+        return self._bounds
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor],
     "grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
     "grouped_triton.launch_rows",
 )
-def rows_result(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], weights.shape[2]))
+def rows_result(rows: Tensor, weights: Tensor, *_: object) -> Tensor:
+    return rows.new_empty((rows.shape[0], weights.shape[-1]))
 
 
 # Adds each expert's `rows [., A].T @ grad [., Z]` to its matrix of `total [E, A, Z]`, rounded once.
@@ -152,9 +155,7 @@ def _opaque_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _multiply(rows, weights, RowGroups(ends))
 
 
-@_opaque_product.register_fake
-def _product_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows_result(rows, weights, ends)
+_product_shape = _opaque_product.register_fake(rows_result)
 
 
 @torch.library.custom_op("torchround::grouped_product_gradient", mutates_args=())
@@ -164,9 +165,7 @@ def _opaque_gradient(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) 
     return found
 
 
-@_opaque_gradient.register_fake
-def _gradient_shape(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return torch.empty_like(weights)
+_gradient_shape = _opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
 
 
 @partial(
@@ -189,8 +188,11 @@ def packed_product(
     """
     numbers = rows.new_empty(()).expand(stack.shape[1:])
     matrix = numbers if inputs_first else numbers.T
-    form = stack.format
-    return _packed_product(rows, matrix, packed, groups.ends, form.name, form.inner, not inputs_first)
+    form, ends = stack.format, groups.ends
+    if not (torch.compiler.is_dynamo_compiling() or uses_triton(rows) or device_kind(rows) == "meta"):
+        # On the host, for the backward too: autograd's thread must not wait for them.
+        ends = torch.tensor(groups.bounds[1:], dtype=torch.int32)
+    return _packed_product(rows, matrix, packed, ends, form.name, form.inner, not inputs_first)
 
 
 # `matrix [A, Z]` has the size of each matrix, and no numbers. The bytes hold the matrices, or their transposes.
@@ -208,17 +210,16 @@ def _packed_product(
     # By the kernel that multiplies unpacked stacks, if the kind has one: the bits are the same.
     has_kernel = _has_grouped_kernel(rows, *matrix.shape)
     products = []
+    tables: Tables = {}
     for expert, (start, stop) in enumerate(pairwise(RowGroups(ends).bounds)):
         if start < stop:
-            place.part(expert * matrix.numel(), matrix.numel()).read(numbers.view(-1))
-            part, end = rows[start:stop], ends.new_tensor([stop - start])
+            place.part(expert * matrix.numel(), matrix.numel()).read(numbers.view(-1), tables=tables)
+            part, end = rows[start:stop], rows.new_full((1,), stop - start, dtype=torch.int32)
             products.append(F.grouped_mm(part, weight[None], offs=end) if has_kernel else part @ weight)
     return torch.cat(products) if products else rows.new_empty((0, matrix.shape[1]))
 
 
-@_packed_product.register_fake
-def _packed_shape(rows: Tensor, matrix: Tensor, *_: object) -> Tensor:
-    return rows.new_empty((rows.shape[0], matrix.shape[1]))
+_packed_shape = _packed_product.register_fake(rows_result)
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -230,7 +231,6 @@ def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_packed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     matrix, packed, ends = ctx.saved_tensors
     name, inner, is_transposed = ctx.facts
-    wanted = ctx.needs_input_grad[0]
-    grad = grad.contiguous()
+    grad, wanted = grad.contiguous(), ctx.needs_input_grad[0]
     found = _packed_product(grad, matrix.T, packed, ends, name, inner, not is_transposed) if wanted else None
     return found, None, None, None, None, None, None

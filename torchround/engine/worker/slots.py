@@ -24,7 +24,7 @@ from torchround.engine.device import PASSED, Device, Event, Stream
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Hidden, aligned
-from torchround.packed_formats import PackedPlace, unpack_numbers
+from torchround.packed_formats import PackedPlace, Tables, unpack_numbers
 from torchround.planning.memory import ROUNDING_ELEMENTS, slot_space
 from torchround.planning.partition import Partition, Stage
 
@@ -154,7 +154,7 @@ class UnpackedLayer:
     memory: Tensor
     content: tuple[int, int] | None = None
     compiled: Callable[..., None] | None = None
-    tables: dict[str, Tensor] = field(default_factory=dict)
+    tables: Tables = field(default_factory=dict)
 
     def compile(self, backend: str, bundles: "Sequence[Bundle]", memory: Tensor) -> None:
         """Compile the unpacking of each kind of bundle by running it on any bytes, which `memory` has."""
