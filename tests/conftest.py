@@ -90,7 +90,9 @@ def _take_own_cores() -> None:
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= count:
-            os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: count])
+            os.sched_setaffinity(
+                0, cores[int(worker.removeprefix("gw")) % count :: count]
+            )  # one that replaces another has a higher number
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m

@@ -3,13 +3,17 @@
 import contextlib
 import io
 import logging
+import os
+import socket
 
 import pytest
 
 from tests.support.faults import PlantedError
 from tests.support.small_run import STEPS, awaiting_saves, before_forward, before_step, flip_last_bit
 from torchround.checkpoint.folders import checkpoint_name
+from torchround.config import RunTable
 from torchround.engine import engine as controller
+from torchround.run.run_folder import RunFolder
 
 
 def file_for_checkpoints(small_runs):
@@ -81,6 +85,12 @@ def test_a_console_that_is_closed_does_not_end_the_run(small_runs, monkeypatch):
     with contextlib.redirect_stdout(console):
         assert small_runs("run", "--checkpoint.interval_steps=2") == 0
     assert len(small_runs.steps("run")) == STEPS and console.getvalue()
+
+
+def test_a_folder_in_use_is_refused(small_runs, capsys):
+    with RunFolder(RunTable(name="run", folder="outputs")):
+        assert small_runs("run") == 2
+    assert f"in use by process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
 
 
 NO_FILE = "DataFileError: text.jsonl: cannot be read: No such file or directory"

@@ -155,7 +155,7 @@ def _opaque_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _multiply(rows, weights, RowGroups(ends))
 
 
-_product_shape = _opaque_product.register_fake(rows_result)
+_opaque_product.register_fake(rows_result)
 
 
 @torch.library.custom_op("torchround::grouped_product_gradient", mutates_args=())
@@ -165,7 +165,7 @@ def _opaque_gradient(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) 
     return found
 
 
-_gradient_shape = _opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
+_opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
 
 
 @partial(
@@ -188,7 +188,8 @@ def packed_product(
     """
     numbers = rows.new_empty(()).expand(stack.shape[1:])
     matrix = numbers if inputs_first else numbers.T
-    form, ends = stack.format, groups.ends
+    form = stack.format
+    ends = groups.ends
     if not (torch.compiler.is_dynamo_compiling() or uses_triton(rows) or device_kind(rows) == "meta"):
         # On the host, for the backward too: autograd's thread must not wait for them.
         ends = torch.tensor(groups.bounds[1:], dtype=torch.int32)
@@ -219,7 +220,7 @@ def _packed_product(
     return torch.cat(products) if products else rows.new_empty((0, matrix.shape[1]))
 
 
-_packed_shape = _packed_product.register_fake(rows_result)
+_packed_product.register_fake(rows_result)
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -231,6 +232,7 @@ def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_packed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     matrix, packed, ends = ctx.saved_tensors
     name, inner, is_transposed = ctx.facts
-    grad, wanted = grad.contiguous(), ctx.needs_input_grad[0]
+    wanted = ctx.needs_input_grad[0]
+    grad = grad.contiguous()
     found = _packed_product(grad, matrix.T, packed, ends, name, inner, not is_transposed) if wanted else None
     return found, None, None, None, None, None, None

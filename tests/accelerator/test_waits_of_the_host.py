@@ -30,11 +30,16 @@ for _name in ("toy, async", "qwen3, experts", "gpt_oss", "qwen3, packed experts"
 @pytest.mark.parametrize("name", RUNS)
 def test_no_step_waits_for_a_device_by_an_operation_or_by_a_pageable_copy(simulator, name, monkeypatch):
     run, waits, make_routes = RUNS[name], [], feed_forward.make_routes
+
+    def noted(*routed):
+        waits.append(routed)
+        return make_routes(*routed)
+
     model = run.build()
     store = toy_store(model, run.dtype, mode=run.mode, pinned=True)
     if model.packed:
         # Without Triton each run of a block with packed experts waits for the ends of its rows, and no backward does.
-        monkeypatch.setattr(feed_forward, "make_routes", lambda *routed: waits.append(routed) or make_routes(*routed))
+        monkeypatch.setattr(feed_forward, "make_routes", noted)
         write_base(store)
     settings = {"rounds": run.rounds, **dict(run.settings)}
     with device_engine("simulated", model, store, PARTITIONS["forward coarser"], 2, **settings) as engine:

@@ -32,7 +32,7 @@ def test_full_fine_tuning_of_qwen3_14b_fits_128_gib_with_compact_state_alone(pla
     arguments += ["--num-devices", "1", "--machines.host_memory_gib", "128"]
     done, told = plan(*arguments), '  with optimizer.state = "compact"'
     assert done.returncode == 1 and f"{told}: fits" in done.stdout
-    assert "  with lora.rank = 16 (adapters; finetune: --lora 16): fits" in done.stdout
+    assert "  with lora.rank = 16 (adapters on released weights; finetune: --lora 16): fits" in done.stdout
     compact = plan(*arguments, "--optimizer.state", "compact")
     assert compact.returncode == 0 and "does not fit" not in compact.stdout
     sizes = dict(re.findall(r"^ +(weights|gradients|optimizer state) +([\d.]+) GiB", compact.stdout, re.MULTILINE))

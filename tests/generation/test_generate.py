@@ -150,7 +150,7 @@ def test_weights_that_fit_go_up_once():
 
 
 VOCAB = 61
-KINDS = ["qwen2", "qwen3_moe", "gpt_neox", "qwen3_next", "olmo_hybrid"]
+KINDS = ["qwen2", "gemma2", "qwen3_moe", "gpt_neox", "qwen3_next", "olmo_hybrid"]
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +182,24 @@ def texts(count):
     return [[token % VOCAB for token in text] for text in prompts(count)]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS)])
-def test_texts_equal_those_of_transformers_with_a_warning_that_each_token_reads_all(made, kind, caplog):
-    theirs, engine = made(kind, 2, tokens=32)
+@pytest.mark.parametrize(
+    ("kind", "num_devices", "count", "max_tokens"),
+    [
+        ("gemma2", 2, 5, 5),
+        *(
+            pytest.param(kind, devices, 50, MAX_TOKENS, marks=pytest.mark.nightly)
+            for kind in KINDS
+            for devices in (1, 3)
+        ),
+    ],
+)
+def test_texts_equal_those_of_transformers_with_a_warning_that_each_token_reads_all(
+    made, kind, num_devices, count, max_tokens, caplog
+):
+    theirs, engine = made(kind, num_devices, tokens=32 if count < 10 else 64)
     with engine:
-        assert engine.generate(texts(5), max_tokens=5) == their_texts(theirs, texts(5), 5)
+        found = engine.generate(texts(count), max_tokens=max_tokens)
+    assert found == their_texts(theirs, texts(count), max_tokens)
     assert any("cannot keep keys and values" in text for text in caplog.messages)
 
 

@@ -68,7 +68,8 @@ def test_without_packed_documents_and_with_a_load_to_add_up_the_bits_are_the_sam
     [(LLAMA3, F32), (MIXTURE, BF16), (GPT_OSS, F32), (DORA, BF16), pytest.param(PLAIN_GPT_OSS, BF16, marks=NIGHT)],
 )
 def test_each_part_keeps_the_bytes_and_saves_the_flops_that_its_work_counts(case, dtype, batch):
-    for block in blocks(case, dtype)[case[0] != "gpt_oss" :]:
+    made = blocks(case, dtype)
+    for block in made if case[0] == "gpt_oss" else made[1:]:  # the blocks of the others are alike
         hidden, work = an_input(block, batch, dtype), block.work(2, TOKENS, dtype.itemsize, "cpu")
         assert tuple(part.name for part in work.keepable) == KEEPABLE
         assert sum(part.activation_bytes for part in work.keepable) <= work.activation_bytes

@@ -23,7 +23,7 @@ CUT_MODELS = {}
 
 
 def cut_once(family, config, cut=BorrowedFamily.cut):
-    """Cut a borrowed model once in this process and copy it, which takes a fortieth of the time."""
+    """Cut a borrowed model once in this process by its own `cut`, and copy it, which takes a fortieth of the time."""
     key = json.dumps(dict(config.content))
     if key not in CUT_MODELS:
         CUT_MODELS[key] = cut(family, config)
@@ -43,7 +43,10 @@ def counted_once(layer, *sizes, counted={}, **options):  # noqa: B006  (kept on 
 
 
 def know_borrowed_models(patch):
-    """Cut and count each borrowed model once in this process, whatever test asks."""
+    """Cut and count each borrowed model once in this process, whatever test asks.
+
+    A model is known by its config alone. A test that changes how models are cut uses the fixture `cut_anew`.
+    """
     patch.setattr(BorrowedFamily, "cut", cut_once)
     patch.setattr(borrowed_layers, "count_layer", counted_once)
 
@@ -136,13 +139,6 @@ def gather(hf_names, tensors):
     return torch.stack(
         [tensors[name] if isinstance(name, str) else torch.cat([tensors[part] for part in name]) for name in hf_names]
     )
-
-
-def all_names(hf_names):
-    def flat(names):
-        return [names] if isinstance(names, str) else [name for part in names for name in flat(part)]
-
-    return flat(tuple(hf_names.values()))
 
 
 def released_gradients(theirs):

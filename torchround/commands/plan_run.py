@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return end_with_message(plan, MISTAKES)
 
 
-def configured_question(options: Options, hardware: Hardware) -> RunQuestion:
+def configured_question(options: Options, hardware: Hardware, *, warns: bool = True) -> RunQuestion:
     """Describe the configured run on `hardware` for the planner. Nothing is downloaded, and the tokenizer may be missing.
 
     The pretrained files are read only if weights stay in them. Raises `TokenizerError`.
@@ -66,7 +66,7 @@ def configured_question(options: Options, hardware: Hardware) -> RunQuestion:
     config, vocab_size = options.config, None
     with suppress(MissingTokenizerError):
         vocab_size = build_tokenizer(config.tokenizer, config.model.hf_path).vocab_size
-    model = build_model(options, vocab_size)
+    model = build_model(options, vocab_size, warns=warns)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
     machines = planned_machines(config.machines)
     return run_question(model, config, hardware, mapped, machines, partial(loader_bytes, config.data))
@@ -120,18 +120,25 @@ def plan_with_advice(question: RunQuestion, options: Options, machine: Hardware)
 def advice(question: RunQuestion, options: Options, machine: Hardware) -> Iterator[str]:
     """Yield the changes that help a run most that does not fit: those that change least come first, adapters last."""
     settings = list(islice(plan_report.changes_that_fit(question), MOST_ADVICE))
+    adapters_fit = _fits_with_adapters(question, options, machine)
     if not settings:
-        yield (
-            "  no other plan makes it fit; adapters on a packed base (lora.rank, lora.base) need less, and "
-            "--machines.planned N says whether N machines would do"
-        )
-    if not options.config.lora.rank:
-        lora = options.config.lora.model_copy(update={"rank": RANK})
-        smaller = replace(options, config=options.config.model_copy(update={"lora": lora}))
-        with suppress(*MISTAKES):  # a model may have none of the layers that get adapters
-            if plan_report.fits(replace(configured_question(smaller, machine), machines=question.machines)):
-                settings[MOST_ADVICE - 1 :] = [f"lora.rank = {RANK} (adapters; finetune: --lora {RANK})"]
+        packed = "" if adapters_fit else "adapters on a packed base (lora.rank, lora.base) need less, and "
+        yield f"  no other plan makes it fit; {packed}--machines.planned N says whether N machines would do"
+    if adapters_fit:
+        adapters = f"lora.rank = {RANK} (adapters on released weights; finetune: --lora {RANK})"
+        settings = [*settings[: MOST_ADVICE - 1], adapters]
     yield from (f"  with {setting}: fits" for setting in settings)
+
+
+def _fits_with_adapters(question: RunQuestion, options: Options, machine: Hardware) -> bool:
+    if options.config.lora.rank:
+        return False
+    lora = options.config.lora.model_copy(update={"rank": RANK})
+    smaller = replace(options, config=options.config.model_copy(update={"lora": lora}))
+    with suppress(*MISTAKES):  # a model may have none of the layers that get adapters
+        smaller_question = configured_question(smaller, machine, warns=False)
+        return plan_report.fits(replace(smaller_question, machines=question.machines))
+    return False
 
 
 def report_lines(report: plan_report.PlanReport) -> Iterator[str]:

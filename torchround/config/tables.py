@@ -390,7 +390,7 @@ class LoraTable(Table):
     experts_by_need: bool | Literal["auto"] = "auto"
     """Upload only the packed experts that tokens are routed to, once the routing is known: the upload is not hidden behind
     other work. `auto`: in passes of few tokens, such as continuations, if layers are not compiled. `true` needs
-    `engine.compile = false`."""
+    packed experts and `engine.compile = false`."""
 
 
 class MetricsTable(Table):

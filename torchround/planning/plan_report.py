@@ -206,7 +206,7 @@ def changes_that_fit(question: RunQuestion) -> Iterator[str]:
 
 def _together(question: RunQuestion) -> Iterator[str]:
     """Combine up to `MOST_TOGETHER` changes, each the one that leaves least missing."""
-    settings: list[str] = []
+    settings: dict[str, str] = {}  # by key
     left = _missing_share(question)
     while len(settings) < MOST_TOGETHER:
         ranked = [
@@ -216,9 +216,9 @@ def _together(question: RunQuestion) -> Iterator[str]:
         if not ranked or min(ranked)[0] >= left:
             return
         left, _, setting, question = min(ranked)
-        settings.append(setting)
+        settings[setting.partition(" = ")[0]] = setting
         if fits(question):
-            yield " and ".join(settings)
+            yield " and ".join(settings.values())
             return
 
 

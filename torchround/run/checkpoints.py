@@ -272,7 +272,9 @@ class RunCheckpoints:
             return  # it is raised once the run has been saved
         if not self._team.is_alone and not isinstance(error, DataError):
             if self._team.rank == 0:
-                logger.warning("the state is spread over %d machines, and is not saved", self._team.size)
+                logger.warning(
+                    "the state, spread over %d machines, is not saved after this fault", self._team.size
+                )
             return
         # Checked before the step is read: a store that is consistent now stays so.
         if not store.is_consistent:
@@ -389,13 +391,15 @@ def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config, *more:
 
 def _rate_change(state: Mapping[str, Any], config: Config) -> str:
     """Say how another `training.steps` than the state's changes the next step's learning rate; empty if it does not."""
-    step, before, last = state.get("step"), state["config"].get("training"), config.training.num_steps
-    steps = before.get("steps") if isinstance(before, dict) else None
-    if not (type(step) is type(steps) is int and 0 <= step < last and steps > 0):
+    step, last = state.get("step"), config.training.num_steps
+    table = state["config"].get("training")
+    before = table.get("steps") if isinstance(table, dict) else None
+    if not (type(step) is type(before) is int and 0 <= step < last and before > 0):
         return ""
-    old, new = (LRSchedule(config.lr_schedule, config.optimizer.lr, each)(step) for each in (steps, last))
-    text = f"; training.steps changes the next step's learning rate from {old:.4g} to {new:.4g}"
-    return "" if old == new else f'{text}, and lr_schedule.decay = "none" holds it at optimizer.lr'
+    schedules = [LRSchedule(config.lr_schedule, config.optimizer.lr, steps) for steps in (before, last)]
+    old, new = (schedule(step) for schedule in schedules)
+    text = f"; the next step's learning rate is {new:.4g} with {last} training.steps, {old:.4g} with {before}"
+    return "" if old == new else f'{text}; lr_schedule.decay = "none" holds it at optimizer.lr'
 
 
 def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> list[str]:

@@ -17,7 +17,11 @@ def cut(model_type, **overrides):
     return FAMILY.cut(FAMILY.config_from_hf(toy_config(model_type, **overrides).to_dict()))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "gpt2"])  # rotations, two kinds of them, masks
+OTHERS = [pytest.param(kind, marks=pytest.mark.releases) for kind in ("gpt_neox", "qwen3_next")]
+
+
+# Rotations, two kinds of them, masks.
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "gpt2", *OTHERS])
 def test_buffers_are_as_transformers_makes_them(model_type):
     whole = cut(model_type).whole
     theirs = dict(toy_decoder(toy_config(model_type)).named_buffers())
