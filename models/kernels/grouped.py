@@ -65,10 +65,7 @@ def stack_product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor],
     return _GroupedProduct.apply(rows, weights, groups, total)
 
 
-@operation(
-    "grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
-    "grouped_triton.launch_rows",
-)
+@operation("grouped_rows(Tensor rows, Tensor weights, Tensor ends) -> Tensor", "grouped_triton.launch_rows")
 def rows_result(rows: Tensor, weights: Tensor, *_: object) -> Tensor:
     return rows.new_empty((rows.shape[0], weights.shape[-1]))
 

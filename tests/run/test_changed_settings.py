@@ -50,7 +50,7 @@ def test_other_rounds_change_a_run_by_rounding_alone_and_another_schedule_is_use
     assert small_runs("run", TWO_ROUNDS, larger, "--training.steps=3") == 0
     changed, whole = small_runs.losses("run"), small_runs.losses("whole")
     assert changed[3][0] == pytest.approx(whole[3][0], rel=1e-6)
-    assert f"learning rate is {changed[3][2]:.4g} with 3 training.steps, {whole[3][2]:.4g} with 5" in caplog.text
+    assert "Other training.steps change the learning rate of each step" in caplog.text
     assert small_runs("run", "--optimizer.lr=5e-3", "--lr_schedule.decay=none") == 0
     assert "optimizer.lr 0.01 -> 0.005, lr_schedule.decay " in caplog.text
     assert [small_runs.losses("run")[step][2] for step in (4, 5)] == [5e-3] * 2

@@ -120,25 +120,26 @@ def plan_with_advice(question: RunQuestion, options: Options, machine: Hardware)
 def advice(question: RunQuestion, options: Options, machine: Hardware) -> Iterator[str]:
     """Yield the changes that help a run most that does not fit: those that change least come first, adapters last."""
     settings = list(islice(plan_report.changes_that_fit(question), MOST_ADVICE))
-    adapters_fit = _fits_with_adapters(question, options, machine)
     if not settings:
-        packed = "" if adapters_fit else "adapters on a packed base (lora.rank, lora.base) need less, and "
-        yield f"  no other plan makes it fit; {packed}--machines.planned N says whether N machines would do"
-    if adapters_fit:
-        adapters = f"lora.rank = {RANK} (adapters on released weights; finetune: --lora {RANK})"
+        yield "  no other plan makes it fit; --machines.planned N says whether N machines would do"
+    if adapters := next(_adapters_that_fit(question, options, machine), None):
         settings = [*settings[: MOST_ADVICE - 1], adapters]
     yield from (f"  with {setting}: fits" for setting in settings)
 
 
-def _fits_with_adapters(question: RunQuestion, options: Options, machine: Hardware) -> bool:
-    if options.config.lora.rank:
-        return False
-    lora = options.config.lora.model_copy(update={"rank": RANK})
-    smaller = replace(options, config=options.config.model_copy(update={"lora": lora}))
-    with suppress(*MISTAKES):  # a model may have none of the layers that get adapters
-        smaller_question = configured_question(smaller, machine, warns=False)
-        return plan_report.fits(replace(smaller_question, machines=question.machines))
-    return False
+def _adapters_that_fit(question: RunQuestion, options: Options, machine: Hardware) -> Iterator[str]:
+    """Yield settings of adapters with which the run fits: on 16-bit weights if it has none yet, then on packed ones."""
+    given = options.config.lora
+    rank = given.rank or RANK
+    for base, key, option in (("bf16", "", ""), ("nf4", ' and lora.base = "nf4"', " --lora.base nf4")):
+        lora = given.model_copy(update={"rank": rank, "base": base})
+        if lora == given or given.base != "bf16" or given.map_base:
+            continue
+        smaller = replace(options, config=options.config.model_copy(update={"lora": lora}))
+        with suppress(*MISTAKES):  # a model may have none of the layers that get adapters
+            asked = configured_question(smaller, machine, warns=False)
+            if plan_report.fits(replace(asked, machines=question.machines)):
+                yield f"lora.rank = {rank}{key} (adapters on released weights; finetune: --lora {rank}{option})"
 
 
 def report_lines(report: plan_report.PlanReport) -> Iterator[str]:

@@ -38,7 +38,6 @@ from torchround.engine.saver import Save
 from torchround.engine.store.bundles import OLDER_WEIGHTS
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import MachineError
-from torchround.optim.lr_schedule import LRSchedule
 from torchround.planning.memory import size_text
 from torchround.run.early_end import BadStepsError
 from torchround.run.run_folder import RunError, RunFolder
@@ -386,20 +385,9 @@ def warn_of_changes(path: Path, state: Mapping[str, Any], config: Config, *more:
     """Warn of settings that differ from the checkpoint's, and of other values that it has for keys that are constants now."""
     if changed := changes(state, config, (*LOSS_KEYS, *more, *GONE_KEYS)):
         message = f"{path} was made with other settings; from now on {', '.join(changed)}"
-        logger.warning("%s", terminal_safe(message + _rate_change(state, config)))
-
-
-def _rate_change(state: Mapping[str, Any], config: Config) -> str:
-    """Say how another `training.steps` than the state's changes the next step's learning rate; empty if it does not."""
-    step, last = state.get("step"), config.training.num_steps
-    table = state["config"].get("training")
-    before = table.get("steps") if isinstance(table, dict) else None
-    if not (type(step) is type(before) is int and 0 <= step < last and before > 0):
-        return ""
-    schedules = [LRSchedule(config.lr_schedule, config.optimizer.lr, steps) for steps in (before, last)]
-    old, new = (schedule(step) for schedule in schedules)
-    text = f"; the next step's learning rate is {new:.4g} with {last} training.steps, {old:.4g} with {before}"
-    return "" if old == new else f'{text}; lr_schedule.decay = "none" holds it at optimizer.lr'
+        if config.lr_schedule.decay != "none" and any(text.startswith("training.steps ") for text in changed):
+            message += '. Other training.steps change the learning rate of each step; lr_schedule.decay = "none" does not'
+        logger.warning("%s", terminal_safe(message))
 
 
 def changes(state: Mapping[str, Any], config: Config, keys: Sequence[str]) -> list[str]:
