@@ -152,7 +152,7 @@ def _opaque_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _multiply(rows, weights, RowGroups(ends))
 
 
-_opaque_product.register_fake(rows_result)
+_product_shape = _opaque_product.register_fake(rows_result)
 
 
 @torch.library.custom_op("torchround::grouped_product_gradient", mutates_args=())
@@ -162,7 +162,7 @@ def _opaque_gradient(rows: Tensor, grad: Tensor, weights: Tensor, ends: Tensor) 
     return found
 
 
-_opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
+_gradient_shape = _opaque_gradient.register_fake(lambda rows, grad, weights, ends: torch.empty_like(weights))
 
 
 @partial(
@@ -217,7 +217,7 @@ def _packed_product(
     return torch.cat(products) if products else rows.new_empty((0, matrix.shape[1]))
 
 
-_packed_product.register_fake(rows_result)
+_packed_shape = _packed_product.register_fake(rows_result)
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
