@@ -88,11 +88,10 @@ def _take_own_cores() -> None:
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if worker and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
+        cores, number = sorted(os.sched_getaffinity(0)), int(worker.removeprefix("gw"))
         if len(cores) >= count:
-            os.sched_setaffinity(
-                0, cores[int(worker.removeprefix("gw")) % count :: count]
-            )  # one that replaces another has a higher number
+            # A process that replaces another one has a higher number.
+            os.sched_setaffinity(0, cores[number % count :: count])
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
